@@ -1,0 +1,522 @@
+"""What: all that happens under the lock: the critical section, written once, and every move of the buffer in it.
+
+Map: see `layout`; this file owns the header's `mutation` word.
+
+States: at rest (`mutation` even) -> under way (odd, stored before the first change) -> at rest. Whoever enters and
+finds it odd, because its holder died or an exception left the block, rebuilds before going on (`recovery`).
+
+Guarantees: order of stores: lease HELD before entry TAKEN or RESERVED, entry FREE before lease FREE, entry READY
+after all its bytes; slot and run are free only when no held lease names the entry. An expected refusal (no room, no
+such entry) is found before the first change. TTL runs only while nobody holds the entry.
+
+Not guaranteed: that a release is collected before the next section.
+
+If a party dies here: the kernel drops the lock; the next holder finds `mutation` odd, rebuilds, settles what was
+released, and takes over the remains of the dead: RESERVED entries are freed, taken ones READY again in their old
+sequence with their remaining TTL.
+
+Sync points: mutation.
+
+Why not finer locks: one section costs tens of microseconds and moves no payload; two locks need an order and a proof.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+from . import recovery
+from .entries import DROPPED, FREE, READY, RESERVED, TAKEN, meta_parts
+from .errors import TableFull
+from .journal import EventKind
+from .keys import Key
+from .layout import Counter, Entry, Header, Lease, Peer, Wait
+from .leases import Hold, LeaseKind, Outcome
+from .peers import CONSUMER, PRODUCER, Attachment, Place, WaitKind
+from .signals import SignalKind
+from .tables import Tables
+
+T = TypeVar("T")
+Ring = tuple[int, int, int]
+"""wait kind, key family (0: any), peer (-1: any)"""
+FULL = "the buffer is full: every producer waits for room and nobody else can make any"
+ORPHANED = "every producer that was attached has closed or died"
+
+
+class Request(NamedTuple):
+    """What a producer wants to reserve."""
+
+    key: Key
+    descriptors: bytes
+    n_tensors: int
+    payload_bytes: int
+    run_bytes: int
+    ttl_ns: int
+
+    @property
+    def meta_bytes(self) -> int:
+        return meta_parts(len(self.key.data), self.roi_tokens, len(self.descriptors))[2]
+
+    @property
+    def roi_tokens(self) -> int:
+        return len(self.key.roi) if self.key.roi is not None else 0
+
+
+class Grant(NamedTuple):
+    """What a claim (or a reservation) gives: where the entry lies and how much of it matched."""
+
+    slot: int
+    generation: int
+    sequence: int
+    matched_tokens: int
+    n_tokens: int
+    run_at: int
+    run_bytes: int
+    payload_bytes: int
+
+
+class Store:
+    """The tables of a segment as one attached handle moves them. All methods but `section` want the lock."""
+
+    def __init__(self, tables: Tables):
+        self.tables, self.words = tables, tables.words
+        self._entries, self._leases, self._order = tables.entries, tables.leases, tables.order
+        self._memory, self._meta_base = tables.memory, tables.layout.meta.at
+        self.me: Attachment | None = None
+        self._rings: list[Ring] = []
+
+    # ------------------------------------------------------------ the section
+
+    def section(self, body: Callable[[], T]) -> tuple[T, list[Ring]]:
+        """Run `body` on sound tables; returns its result and whom to ring once outside the lock."""
+        words = self.words
+        if words[Header.mutation] & 1:  # SYNC POINT mutation (load)
+            self.recover()
+        if words[Header.releases_pending]:
+            self.collect()
+        expiry = words[Header.next_expiry_ns]
+        if expiry and time.monotonic_ns() >= expiry:
+            self.expire()
+        result = body()
+        self._rest()
+        rings, self._rings = self._rings, []
+        return result, rings
+
+    def recover(self) -> None:
+        """Rebuild what is derived, then settle the dead."""
+        recovery.rebuild(self.tables)
+        self.tables.count(Counter.recoveries)
+        self.tables.journal.write(EventKind.RECOVERED, self._my_index())
+        self.collect()
+        self.bury_dead()
+        self._rest()
+
+    def collect(self) -> None:
+        """Settle the leases that were released."""
+        for index in self._leases.released():
+            self._settle(index, self.words[self._leases.at(index) + Lease.outcome])
+        self._rest()
+
+    def bury_dead(self) -> None:
+        """Take over the remains of peers that the kernel says are dead."""
+        for peer in self.tables.peers.dead():
+            self.bury(peer)
+        self._rest()
+
+    def bury(self, peer: int) -> None:
+        """Settle all that a peer left: released leases first, held ones after; its record is freed last."""
+        self._mutate()
+        leases, words, peers = self._leases, self.words, self.tables.peers
+        mine = [index for index in leases.held() if words[leases.at(index) + Lease.peer] == peer]
+        for index in sorted(mine, key=leases.is_released, reverse=True):
+            released = leases.is_released(index)
+            self._settle(index, words[leases.at(index) + Lease.outcome] if released else Outcome.RETURNED)
+        self.tables.waits.clear_peer(peer)
+        if not words[peers.at(peer) + Peer.closed]:
+            self.tables.count(Counter.deaths)
+            self.tables.journal.write(EventKind.DIED, peer)
+        self._tell_all(peer, SignalKind.CLOSED)
+        peers.clear(peer)
+        self._rings += [(WaitKind.ENTRY, 0, -1), (WaitKind.ROOM, 0, -1)]
+
+    def leave(self) -> bool:
+        """End this handle's attachment; False if leases of its views still need it (then death of the last ends it)."""
+        self._mutate()
+        peer, words = self._my_index(), self.words
+        words[self.tables.peers.at(peer) + Peer.closed] = 1
+        self.tables.waits.clear_peer(peer)
+        if any(words[self._leases.at(index) + Lease.peer] == peer for index in self._leases.held()):
+            self._tell_all(peer, SignalKind.CLOSED)
+            self._rings += [(WaitKind.ENTRY, 0, -1), (WaitKind.ROOM, 0, -1)]
+            return False
+        self.bury(peer)
+        return True
+
+    def _mutate(self) -> None:
+        mutation = self.words[Header.mutation]
+        if not mutation & 1:
+            self.words[Header.mutator] = self._my_index() + 1
+            self.words[Header.mutation] = mutation + 1  # SYNC POINT mutation (store)
+
+    def _rest(self) -> None:
+        mutation = self.words[Header.mutation]
+        if mutation & 1:
+            self.words[Header.mutation] = mutation + 1
+
+    # ------------------------------------------------------------ producing
+
+    def reserve(self, request: Request, hold: Hold, evict: bool) -> Grant | None:
+        """Give the request a slot and a run and make `hold` its WRITE lease; None if there is no room now."""
+        self._play(PRODUCER)
+        if not self._fits(request) and not (evict and self._evict_for(request)):
+            return None
+        self._mutate()
+        slot = self._entries.peek_free()
+        at = self._entries.at(slot)
+        generation = self.words[at + Entry.generation] + 1
+        self.words[at + Entry.generation] = generation
+        self._hold(hold, LeaseKind.WRITE, slot, generation)
+        grant = self._fill(slot, at, generation, request)
+        self._entries.move(slot, RESERVED)
+        self._entries.pop_free()
+        return grant
+
+    def seal(self, grant: Grant, hold: Hold, key: Key, done: bool) -> bool:
+        """Make the entry visible; False if it was cancelled meanwhile. `done`: no tensor of it lives on."""
+        slot, words = grant.slot, self.words
+        at, now = self._entries.at(slot), time.monotonic_ns()
+        if words[at + Entry.cancelled]:
+            self.abort(grant, hold, done, EventKind.CANCELLED)
+            return False
+        self._mutate()
+        words[at + Entry.ready_ns] = words[at + Entry.used_ns] = now
+        self._entries.move(slot, READY)
+        if done:
+            self._end_lease(hold.index)
+        self._enter_order(slot, now)
+        self.tables.count(Counter.inserts)
+        self.tables.count(Counter.inserted_bytes, grant.payload_bytes)
+        self._log(EventKind.READY, slot)
+        self._ready(key.family)
+        return True
+
+    def abort(self, grant: Grant, hold: Hold, done: bool, event: EventKind = EventKind.ABORTED) -> None:
+        """Give a RESERVED entry up; its bytes are free as soon as no tensor of it lives."""
+        at = self._entries.at(grant.slot)
+        if (self.words[at], self.words[at + Entry.generation]) != (RESERVED, grant.generation):
+            return
+        self._mutate()
+        self.tables.count(Counter.aborted)
+        self._log(event, grant.slot)
+        if done:
+            self._free(grant.slot)
+            self._end_lease(hold.index)
+        else:
+            self._entries.move(grant.slot, DROPPED)
+
+    def room(self) -> tuple[int, int]:
+        """The largest payload and the largest meta bytes that would fit now."""
+        return self.tables.arena.largest_bytes, self.tables.meta.largest_bytes
+
+    def _fits(self, request: Request) -> bool:
+        tables = self.tables
+        return (self._entries.peek_free() is not None and self._leases.n_free() > 0
+                and (not request.run_bytes or tables.arena.fits(request.run_bytes))
+                and tables.meta.fits(request.meta_bytes))
+
+    def _fill(self, slot: int, at: int, generation: int, request: Request) -> Grant:
+        words, tables, key, now = self.words, self.tables, request.key, time.monotonic_ns()
+        run_at = tables.arena.allocate(request.run_bytes) if request.run_bytes else 0
+        meta_at = tables.meta.allocate(request.meta_bytes)
+        sequence = words[Header.next_sequence]
+        words[Header.next_sequence] = sequence + 1
+        words[at + Entry.sequence] = sequence
+        words[at + Entry.peer], words[at + Entry.peer_generation] = self.me.index, self.me.generation
+        words[at + Entry.meta_at], words[at + Entry.meta_bytes] = meta_at, request.meta_bytes
+        words[at + Entry.key_bytes], words[at + Entry.token_start] = len(key.data), key.token_start
+        words[at + Entry.roi_tokens], words[at + Entry.descriptor_bytes] = request.roi_tokens, len(request.descriptors)
+        words[at + Entry.run_at], words[at + Entry.run_bytes] = run_at, request.run_bytes
+        words[at + Entry.payload_bytes], words[at + Entry.n_tensors] = request.payload_bytes, request.n_tensors
+        words[at + Entry.created_ns], words[at + Entry.ready_ns], words[at + Entry.used_ns] = now, 0, now
+        words[at + Entry.ttl_ns] = words[at + Entry.ttl_left_ns] = request.ttl_ns
+        words[at + Entry.expires_ns], words[at + Entry.holders], words[at + Entry.cancelled] = 0, 1, 0
+        words[at + Entry.fingerprint] = key.fingerprint
+        self._write_meta(self._meta_base + meta_at, request)
+        return Grant(slot, generation, sequence, 0, key.n_tokens, run_at, request.run_bytes, request.payload_bytes)
+
+    def _write_meta(self, at: int, request: Request) -> None:
+        key, memory = request.key, self._memory
+        roi_at, descriptors_at, end = meta_parts(len(key.data), request.roi_tokens, len(request.descriptors))
+        memory[at:at + roi_at] = key.data
+        if key.roi is not None:
+            mask_at = roi_at + 4 * request.roi_tokens
+            memory[at + roi_at:at + mask_at] = key.tokens
+            memory[at + mask_at:at + mask_at + request.roi_tokens] = key.roi
+        memory[at + descriptors_at:at + end] = request.descriptors
+
+    # ------------------------------------------------------------ consuming
+
+    def claim(self, key: Key, match: str, min_tokens: int, kind: LeaseKind, hold: Hold) -> Grant | None:
+        """Find an entry and make `hold` a lease on it; None if there is none now."""
+        self._play(CONSUMER)
+        found = self._order.find(key.data, match, 4 * min_tokens, key.token_start)
+        if found is None:
+            return None
+        if not self._leases.n_free():
+            raise TableFull(f"all {self._leases.count} lease records are held",
+                            hint="release hits sooner, or raise leases= in shmkv.create()")
+        slot, matched_bytes = found
+        self._mutate()
+        words, at, now = self.words, self._entries.at(slot), time.monotonic_ns()
+        self._hold(hold, kind, slot, words[at + Entry.generation])
+        words[at + Entry.holders] += 1
+        words[at + Entry.used_ns] = now
+        self._pause_ttl(at, now)
+        if kind == LeaseKind.TAKE:
+            self._take(slot)
+        else:
+            self.tables.count(Counter.shares)
+        self.tables.count(Counter.taken_bytes, words[at + Entry.payload_bytes])
+        return Grant(slot, words[at + Entry.generation], words[at + Entry.sequence],
+                     (matched_bytes - key.token_start) // 4,
+                     (words[at + Entry.key_bytes] - words[at + Entry.token_start]) // 4,
+                     *self._entries.run(slot), words[at + Entry.payload_bytes])
+
+    def missed(self, reason: str) -> str:
+        """Count a look-up that found nothing; returns the reason, worded if there is none."""
+        self.tables.count(Counter.misses)
+        if reason == FULL:
+            self.tables.count(Counter.starved)
+        elif reason == ORPHANED:
+            self.tables.count(Counter.orphaned)
+        return reason or "no such entry"
+
+    def meta_of(self, slot: int) -> memoryview:
+        """The entry's key, roi and descriptors; valid while a lease names it."""
+        start, nbytes = self._entries.meta(slot)
+        return self._memory[self._meta_base + start:self._meta_base + start + nbytes]
+
+    def cancel(self, key: Key) -> int:
+        """Drop every entry of exactly this key: ready ones now, reserved ones instead of sealing; returns how many."""
+        n_cancelled = 0
+        while (found := self._order.find(key.data, "exact", 0, key.token_start)) is not None:
+            self._mutate()
+            self._tell_producer(found[0], SignalKind.CANCELLED)
+            self._remove_ready(found[0], EventKind.CANCELLED, Counter.cancelled)
+            n_cancelled += 1
+        for slot in self._writing():
+            start, nbytes = self._entries.key_span(slot)
+            at = self._entries.at(slot)
+            if not self.words[at + Entry.cancelled] and self._memory[start:start + nbytes] == key.data:
+                self._mutate()
+                self.words[at + Entry.cancelled] = 1
+                self.tables.count(Counter.cancelled)
+                self._tell_producer(slot, SignalKind.CANCELLED)
+                n_cancelled += 1
+        return n_cancelled
+
+    def expire(self) -> None:
+        """Free the entries whose TTL is over, and find out when the next one's will be."""
+        now, words = time.monotonic_ns(), self.words
+        self._mutate()
+        column = self._entries.column(Entry.expires_ns)
+        for slot in [slot for slot, expires in enumerate(column) if 0 < expires <= now]:
+            if words[self._entries.at(slot)] == READY:
+                self._remove_ready(slot, EventKind.EXPIRED, Counter.expired)
+        words[Header.next_expiry_ns] = min((expires for expires in column if expires), default=0)
+        self._rest()
+
+    def _take(self, slot: int) -> None:
+        self._entries.move(slot, TAKEN)
+        self._order.remove(slot)
+        self.tables.count(Counter.takes)
+        self._log(EventKind.TAKEN, slot)
+        self._tell_producer(slot, SignalKind.TAKEN)
+
+    def _evict_for(self, request: Request) -> bool:
+        """Evict least recently used entries that nobody holds until the request fits; False if it cannot."""
+        words, entries = self.words, self._entries
+        idle = [slot for slot in entries.slots(READY) if not words[entries.at(slot) + Entry.holders]]
+        idle.sort(key=lambda slot: words[entries.at(slot) + Entry.used_ns], reverse=True)
+        while idle and not self._fits(request):
+            self._mutate()
+            self._remove_ready(idle.pop(), EventKind.EVICTED, Counter.evicted)
+        return self._fits(request)
+
+    # ------------------------------------------------------------ letting go
+
+    def _settle(self, index: int, outcome: int) -> None:
+        """Do what the end of a lease asks of its entry, then free its record."""
+        self._mutate()
+        words, at = self.words, self._leases.at(index)
+        slot, kind = words[at + Lease.slot], words[at + Lease.kind]
+        entry = self._entries.at(slot)
+        if words[entry] == FREE or words[entry + Entry.generation] != words[at + Lease.entry_generation]:
+            return self._leases.free(index)  # the claim was cut short, or the entry was settled before
+        state, holders = words[entry], words[entry + Entry.holders] - 1
+        words[entry + Entry.holders] = holders
+        if kind == LeaseKind.WRITE and state == RESERVED:
+            self.tables.count(Counter.aborted)
+            self._log(EventKind.ABORTED, slot)
+            self._let_go(slot, holders)
+        elif kind == LeaseKind.TAKE and state == TAKEN:
+            self._end_taking(slot, holders, outcome)
+        elif state == DROPPED and not holders:
+            self._free(slot)
+        elif state == READY and not holders:
+            self._run_ttl(entry, time.monotonic_ns())
+        self._leases.free(index)
+
+    def _end_taking(self, slot: int, holders: int, outcome: int) -> None:
+        if outcome == Outcome.CONSUMED:
+            self.tables.count(Counter.consumed)
+            self._log(EventKind.CONSUMED, slot)
+            return self._let_go(slot, holders)
+        self.tables.count(Counter.redelivered)
+        self._log(EventKind.RETURNED, slot)
+        self._entries.move(slot, READY)
+        self._enter_order(slot, time.monotonic_ns())
+        self._ready(0)
+
+    def _remove_ready(self, slot: int, event: EventKind, counter: int) -> None:
+        self.tables.count(counter)
+        self._log(event, slot)
+        self._order.remove(slot)
+        self._let_go(slot, self.words[self._entries.at(slot) + Entry.holders])
+
+    def _let_go(self, slot: int, holders: int) -> None:
+        if holders:
+            self._entries.move(slot, DROPPED)
+        else:
+            self._free(slot)
+
+    def _free(self, slot: int) -> None:
+        run_at, run_bytes = self._entries.run(slot)
+        self._tell_producer(slot, SignalKind.RELEASED)
+        self._entries.move(slot, FREE)
+        self.words[self._entries.at(slot) + Entry.expires_ns] = 0
+        if run_bytes:
+            self.tables.arena.free(run_at, run_bytes)
+        self.tables.meta.free(*self._entries.meta(slot))
+        self._entries.push_free(slot)
+        self._announce(WaitKind.ROOM, SignalKind.ROOM, 0)
+
+    def _hold(self, hold: Hold, kind: LeaseKind, slot: int, entry_generation: int) -> None:
+        self._leases.hold(hold, kind, slot, entry_generation, self.me.index, self.me.generation)
+
+    def _end_lease(self, index: int) -> None:
+        """Free the record of a lease that no view needs, without waiting for its release."""
+        at = self._leases.at(index)
+        entry = self._entries.at(self.words[at + Lease.slot])
+        if self.words[entry] != FREE:
+            self.words[entry + Entry.holders] -= 1
+        self._leases.free(index)
+
+    def _enter_order(self, slot: int, now: int) -> None:
+        self._order.add(slot)
+        at = self._entries.at(slot)
+        if not self.words[at + Entry.holders]:
+            self._run_ttl(at, now)
+
+    def _run_ttl(self, at: int, now: int) -> None:
+        words = self.words
+        if words[at + Entry.ttl_ns]:
+            expires = words[at + Entry.expires_ns] = now + words[at + Entry.ttl_left_ns]
+            words[Header.next_expiry_ns] = min(words[Header.next_expiry_ns] or expires, expires)
+
+    def _pause_ttl(self, at: int, now: int) -> None:
+        expires = self.words[at + Entry.expires_ns]
+        if expires:
+            self.words[at + Entry.ttl_left_ns] = max(0, expires - now)
+            self.words[at + Entry.expires_ns] = 0
+
+    # ------------------------------------------------------------ news
+
+    def _ready(self, family: int) -> None:
+        self.words[Header.ready_count] += 1
+        self._announce(WaitKind.ENTRY, SignalKind.READY, family)
+
+    def _announce(self, wait: WaitKind, signal: SignalKind, family: int) -> None:
+        """Signal the peers that wait for this, and have them rung once outside."""
+        words, waits = self.words, self.tables.waits.waiting(wait)
+        for at in waits:
+            if not family or words[at + Wait.family] in (0, family):
+                self.tables.signals.post(words[at + Wait.peer], signal, self._my_index())
+        if waits and (wait, family, -1) not in self._rings:
+            self._rings.append((wait, family, -1))
+
+    def _tell_producer(self, slot: int, kind: SignalKind) -> None:
+        words, at = self.words, self._entries.at(slot)
+        self._tell(words[at + Entry.peer], words[at + Entry.peer_generation], kind, words[at + Entry.sequence], slot)
+
+    def _tell(self, peer: int, generation: int, kind: SignalKind, sequence: int, slot: int) -> None:
+        record = self.tables.peers.at(peer)
+        if self.words[record] and self.words[record + Peer.generation] == generation:
+            self.tables.signals.post(peer, kind, self._my_index(), sequence, slot)
+            self._rings.append((WaitKind.SIGNAL, 0, peer))
+
+    def _tell_all(self, sender: int, kind: SignalKind) -> None:
+        for peer in self.tables.peers.attached():
+            if peer != sender:
+                self.tables.signals.post(peer, kind, sender, value=sender)
+                self._rings.append((WaitKind.SIGNAL, 0, peer))
+
+    def _log(self, kind: EventKind, slot: int) -> None:
+        words, at = self.words, self._entries.at(slot)
+        self.tables.journal.write(
+            kind, self._my_index(), sequence=words[at + Entry.sequence], slot=slot,
+            generation=words[at + Entry.generation], fingerprint=words[at + Entry.fingerprint],
+            n_tokens=(words[at + Entry.key_bytes] - words[at + Entry.token_start]) // 4)
+
+    # ------------------------------------------------------------ who can still go on
+
+    def starved(self, place: Place) -> str:
+        """Why the waiter at `place` should get its miss now instead of later; "" if somebody can still go on.
+
+        A waiter that found nothing may go on waiting as long as anything can change: see the rule in the README.
+        """
+        words, peers = self.words, self.tables.peers
+        words[place.at + Wait.evaluated] = words[Header.ready_count] + 1
+        records = [(peer, words[peers.at(peer) + Peer.roles]) for peer in peers.attached()
+                   if not words[peers.at(peer) + Peer.closed]]
+        producers = {peer for peer, roles in records if roles & PRODUCER}
+        if not producers:  # who has done nothing yet may become one
+            return ORPHANED if words[Header.producers_seen] and all(roles for _, roles in records) else ""
+        waits = self.tables.waits
+        blocked = {words[at + Wait.peer] for at in waits.waiting(WaitKind.ROOM)}
+        if not producers <= blocked or words[Header.next_expiry_ns] or self._writing():
+            return ""
+        waiters = waits.waiting(WaitKind.ENTRY)
+        if not waiters or waiters[0] != place.at:
+            return ""
+        in_vain = {words[at + Wait.peer] for at in waiters
+                   if words[at + Wait.evaluated] == words[Header.ready_count] + 1}
+        if not {peer for peer, roles in records if roles & CONSUMER} <= in_vain or not self._holders_wait():
+            return ""
+        return FULL
+
+    def _holders_wait(self) -> bool:
+        """Whether every held lease was taken by a thread that is itself waiting."""
+        words = self.words
+        waiting = {(words[at + Wait.peer], words[at + Wait.thread]) for at in self.tables.waits.waiting()}
+        leases = [self._leases.at(index) for index in self._leases.held()]
+        return all((words[at + Lease.peer], words[at + Lease.thread]) in waiting for at in leases)
+
+    def _writing(self) -> list[int]:
+        """The RESERVED entries: each is named by a WRITE lease, so the leases in use are all there is to look at."""
+        words, leases = self.words, [self._leases.at(index) for index in self._leases.held()]
+        slots = {words[at + Lease.slot] for at in leases if words[at + Lease.kind] == LeaseKind.WRITE}
+        return [slot for slot in slots if words[self._entries.at(slot)] == RESERVED]
+
+    def _play(self, role: int) -> None:
+        """Note that this peer inserts, or looks up."""
+        at = self.tables.peers.at(self._my_index()) + Peer.roles
+        roles = self.words[at]
+        if not roles & role:
+            self.words[at] = roles | role
+            if role == PRODUCER:
+                self.words[Header.producers_seen] += 1
+
+    def _my_index(self) -> int:
+        return self.me.index if self.me else 0
