@@ -1,0 +1,290 @@
+"""`KVBuffer`: what a prefill and a decode process say to the buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from . import recovery, segment, sync, tensors
+from .entries import EntryState
+from .errors import ArenaFull, InvalidArgument, ShmkvError, TimedOut, TooLarge
+from .handles import Hit, Miss, Reserved
+from .keys import Key, key
+from .layout import META_UNIT_BYTES, PAGE_BYTES, Counter, Peer
+from .leases import LeaseKind
+from .peers import Place, WaitKind
+from .session import Session
+from .signals import Signal
+from .store import Grant, Request
+from .tables import Tables
+from .tensors import Spec
+from .transport import PRIVATE, READONLY
+from .transport.host import HostTransport
+
+MATCHES = ("exact", "prefix", "overlap")
+ON_FULL = ("wait", "evict", "error")
+INSERT_TIMEOUT_S = 10.0
+
+
+class KVBuffer:
+    """A handle of a look-up buffer in shared memory. Made by `shmkv.create` and `shmkv.attach`.
+
+    Threads may share a handle; a forked child must attach anew. Every call that can wait takes `timeout` in seconds:
+    0 looks once, None waits for ever.
+    """
+
+    def __init__(self, shared: segment.Segment, role: str, tables: Tables | None = None):
+        self._session = Session(shared, role, tables)
+        self._transport = HostTransport(shared)
+        self.name = shared.name
+
+    # ------------------------------------------------------------ producing
+
+    def insert(self, tokens: Any, kv: Mapping[str, torch.Tensor], *, roi: Any = None, namespace: Mapping | None = None,
+               ttl: float | None = None, timeout: float | None = INSERT_TIMEOUT_S, on_full: str = "wait") -> int:
+        """Copy tensors into the buffer under a prompt's token ids; returns the entry's sequence number.
+
+        `tokens`: 1-D token ids (list, NumPy, torch, or a `shmkv.key`); with `roi`, a bool mask of the same length, the
+        entry is found by `tokens[roi]`. `kv`: named host tensors of any dtype, shape and stride. `namespace`: all else
+        that shaped the KV (model, dtype, adapter, ...); different ones never meet. `ttl`: seconds after which an entry
+        that nobody holds is freed. `on_full`: "wait" for room until `timeout`, "evict" the least recently used entries
+        that nobody holds (and wait if that is not enough), or "error".
+
+        Raises InvalidTokens, InvalidNamespace, InvalidTensor, TooLarge (can never fit), ArenaFull ("error"), TimedOut
+        (no room in time), Cancelled. Nothing is inserted then.
+        """
+        reserved = self._reserve(tokens, kv, roi, namespace, ttl, timeout, on_full, copy=True)
+        return reserved.seal()
+
+    def reserve(self, tokens: Any, kv: Mapping[str, Spec | torch.Tensor], *, roi: Any = None,
+                namespace: Mapping | None = None, ttl: float | None = None,
+                timeout: float | None = INSERT_TIMEOUT_S, on_full: str = "wait") -> Reserved:
+        """Reserve an entry and give its tensors to write into: no copy is ever made.
+
+        `kv` maps names to `shmkv.Spec(shape, dtype)` (or to tensors of that shape and dtype). Used in `with`, the entry
+        is sealed when the block is left and aborted if it raises. Otherwise as `insert`.
+        """
+        return self._reserve(tokens, kv, roi, namespace, ttl, timeout, on_full, copy=False)
+
+    def cancel(self, tokens: Any, *, roi: Any = None, namespace: Mapping | None = None) -> int:
+        """Drop all entries of exactly these tokens, also those still being written; returns how many."""
+        wanted = key(tokens, roi=roi, namespace=namespace)
+        return self._session.run(lambda: self._session.store.cancel(wanted), sync.deadline(INSERT_TIMEOUT_S))
+
+    # ------------------------------------------------------------ consuming
+
+    def drop_select(self, tokens: Any, *, roi: Any = None, namespace: Mapping | None = None, match: str = "prefix",
+                    min_tokens: int = 1, timeout: float | None = 0.0, readonly: bool = False,
+                    copy: bool = False) -> Hit | Miss:
+        """Take an entry out of the buffer: exactly one consumer gets it. Returns a falsy Miss if there is none in time.
+
+        `match`: "exact" (the entry's tokens are these), "prefix" (the longest entry that is a prefix of these),
+        "overlap" (the entry with the longest common prefix: its first `matched_tokens` tokens' KV are valid). Equal
+        keys: the oldest first. `min_tokens`: a shorter match is none. `readonly`: views of the shared bytes, warm and
+        write-protected, instead of copy-on-write ones. `copy`: private copies, and the entry is let go of at once.
+
+        A Miss may come before the deadline: when the buffer is full and nobody can go on but by a miss, or when every
+        producer that was there is gone; its `reason` says so. If this process dies before it released the entry,
+        another consumer gets it.
+        """
+        return self._select(LeaseKind.TAKE, tokens, roi, namespace, match, min_tokens, timeout, readonly, copy)
+
+    def select(self, tokens: Any, *, roi: Any = None, namespace: Mapping | None = None, match: str = "prefix",
+               min_tokens: int = 1, timeout: float | None = 0.0, readonly: bool = False,
+               copy: bool = False) -> Hit | Miss:
+        """Share an entry: as `drop_select`, but it stays for others, and cannot be evicted or expire while held."""
+        return self._select(LeaseKind.SHARE, tokens, roi, namespace, match, min_tokens, timeout, readonly, copy)
+
+    def signals(self, timeout: float | None = 0.0) -> list[Signal]:
+        """News for this handle since the last call (its entries were taken, released, cancelled; a peer closed, ...).
+
+        Waits up to `timeout` seconds for the first. News is a hint: a full ring loses some and counts them in `stats`.
+        """
+        session, until = self._session, sync.deadline(timeout)
+        session.check()
+        ring = session.tables.signals
+        if not ring.pending(session.index) and timeout != 0:
+            session.wait(lambda place: ring.pending(session.index) or None, until,
+                         lambda place: place.announce(WaitKind.SIGNAL, until))
+        return ring.read(session.index)
+
+    # ------------------------------------------------------------ looking after it
+
+    def stats(self) -> Stats:
+        """Sizes, occupancy and counters, consistent with each other."""
+        return self._session.run(lambda: _stats(self._session.tables), sync.deadline(INSERT_TIMEOUT_S))
+
+    def problems(self) -> list[str]:
+        """Each way in which the segment contradicts itself; [] when it is sound."""
+        tables = self._session.tables
+        return self._session.run(lambda: list(recovery.problems(tables)), sync.deadline(INSERT_TIMEOUT_S))
+
+    @property
+    def closed(self) -> bool:
+        return self._session.closed
+
+    def unlink(self) -> bool:
+        """Remove the segment's name, if this process created it; attached processes go on. True if it was removed."""
+        return self._session.segment.unlink()
+
+    def close(self) -> None:
+        """Detach; the creator also removes the name. Views that still live stay readable. Idempotent."""
+        try:
+            self._session.close()
+        finally:
+            self._session.segment.unlink()
+
+    def __enter__(self) -> KVBuffer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_session") and not self._session.closed and not self._session.segment.inherited:
+            try:
+                self.close()
+            except ShmkvError:
+                pass  # the peer record is then cleaned by whoever comes next
+
+    def __repr__(self) -> str:
+        return f"<shmkv.KVBuffer {self.name!r}{', closed' if self.closed else ''}>"
+
+    # ------------------------------------------------------------ how
+
+    def _reserve(self, tokens: Any, kv: Mapping, roi: Any, namespace: Mapping | None, ttl: float | None,
+                 timeout: float | None, on_full: str, copy: bool) -> Reserved:
+        self._session.check()
+        _check_choice("on_full", on_full, ON_FULL)
+        until = sync.deadline(timeout)
+        placed, payload_bytes = tensors.place(kv)
+        request = _request(key(tokens, roi=roi, namespace=namespace), placed, payload_bytes, ttl)
+        self._refuse_oversized(request)
+        reserved = Reserved(self._session, self._transport, request.key)
+        grant = self._wait_for_room(request, reserved, until, timeout, on_full)
+        try:
+            reserved.fill(grant, placed, kv if copy else None)
+        except BaseException:
+            reserved.abort()
+            raise
+        return reserved
+
+    def _wait_for_room(self, request: Request, reserved: Reserved, until: int, timeout: float | None,
+                       on_full: str) -> Grant:
+        session, store = self._session, self._session.store
+
+        def look(place: Place | None) -> Grant | None:
+            if place is not None:
+                store.bury_dead()
+            return store.reserve(request, reserved.hold, on_full == "evict")
+
+        def announce(place: Place) -> None:
+            place.announce(WaitKind.ROOM, until, family=request.key.family,
+                           wanted=(request.run_bytes, request.meta_bytes))
+            session.tables.waits.ring(WaitKind.ENTRY)  # whether a consumer starves may depend on us
+
+        if on_full == "error" or timeout == 0:
+            grant = session.run(lambda: look(None) or (store.bury_dead(), look(None))[1], until)
+        else:
+            grant = session.wait(look, until, announce)
+        if grant is None:
+            raise self._no_room(request, timeout, on_full)
+        return grant
+
+    def _no_room(self, request: Request, timeout: float | None, on_full: str) -> ShmkvError:
+        tables = self._session.tables
+        tables.count(Counter.timeouts)
+        text = (f"need a run of {request.run_bytes} B and {request.meta_bytes} B of meta data; the largest free are "
+                f"{tables.arena.largest_bytes} B of {tables.arena.free_bytes} B free and {tables.meta.largest_bytes} B; "
+                f"{tables.entries.free_count()} slots and {tables.leases.n_free()} leases are free")
+        return ArenaFull(text) if on_full == "error" or timeout == 0 else TimedOut(f"no room within {timeout} s: {text}")
+
+    def _refuse_oversized(self, request: Request) -> None:
+        geometry = self._session.tables.layout.geometry
+        meta_bytes = -(-request.meta_bytes // META_UNIT_BYTES) * META_UNIT_BYTES
+        if request.run_bytes > geometry.arena_bytes:
+            raise TooLarge(f"the tensors need a run of {request.run_bytes} B, the arena has {geometry.arena_bytes} B",
+                           hint="raise capacity= in shmkv.create()")
+        if meta_bytes > geometry.meta_bytes:
+            raise TooLarge(f"tokens and tensor descriptors need {meta_bytes} B, the meta arena has "
+                           f"{geometry.meta_bytes} B", hint="raise meta_capacity= in shmkv.create()")
+
+    def _select(self, kind: LeaseKind, tokens: Any, roi: Any, namespace: Mapping | None, match: str, min_tokens: int,
+                timeout: float | None, readonly: bool, copy: bool) -> Hit | Miss:
+        session, store, until = self._session, self._session.store, sync.deadline(timeout)
+        _check_choice("match", match, MATCHES)
+        wanted = key(tokens, roi=roi, namespace=namespace)
+        hit = Hit(session, self._transport, READONLY if readonly or copy else PRIVATE)
+
+        def look(place: Place | None) -> Grant | str | None:
+            if place is not None:
+                store.bury_dead()
+            grant = store.claim(wanted, match, min_tokens, kind, hit.hold)
+            reason = store.starved(place) if grant is None and place is not None else ""
+            if grant is None and (reason or timeout == 0):
+                return store.missed(reason)
+            return grant
+
+        def announce(place: Place) -> None:
+            place.announce(WaitKind.ENTRY, until, tokens=wanted.data[wanted.token_start:], family=wanted.family)
+
+        found = session.wait(look, until, announce)
+        if not isinstance(found, Grant):
+            return Miss(found or session.run(lambda: store.missed(f"no such entry within {timeout} s"), until))
+        return self._handed_over(hit, found, copy)
+
+    def _handed_over(self, hit: Hit, grant: Grant, copy: bool) -> Hit:
+        entries = self._session.tables.entries
+        hit.fill(grant, self._session.store.meta_of(grant.slot).tobytes(), entries.sizes(grant.slot))
+        if copy:
+            hit.detach()
+        return hit
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """One consistent look at a buffer. Bytes are bytes; `entries` counts by state name; counters since creation."""
+
+    name: str
+    capacity_bytes: int
+    used_bytes: int
+    free_bytes: int
+    largest_free_bytes: int
+    meta_capacity_bytes: int
+    meta_used_bytes: int
+    entries: dict[str, int]
+    held_leases: int
+    peers: int
+    waiting: dict[str, int]
+    counters: dict[str, int]
+
+
+def _stats(tables: Tables) -> Stats:
+    geometry, entries = tables.layout.geometry, tables.entries
+    words, waits = tables.words, tables.waits
+    open_peers = [peer for peer in tables.peers.attached() if not words[tables.peers.at(peer) + Peer.closed]]
+    return Stats(
+        name=tables.segment.name, capacity_bytes=geometry.arena_bytes, used_bytes=tables.arena.used_bytes,
+        free_bytes=tables.arena.free_bytes, largest_free_bytes=tables.arena.largest_bytes,
+        meta_capacity_bytes=geometry.meta_bytes, meta_used_bytes=tables.meta.used_bytes,
+        entries={state.name.lower(): len(entries.slots(state)) for state in EntryState},
+        held_leases=len(tables.leases.held()), peers=len(open_peers),
+        waiting={kind.name.lower(): len(waits.waiting(kind)) for kind in WaitKind},
+        counters={name: tables.counter(index) for index, name in enumerate(Counter.names)})
+
+
+def _request(wanted: Key, placed: list[tensors.Placed], payload_bytes: int, ttl: float | None) -> Request:
+    if ttl is not None and not 0 < ttl < 1e9:
+        raise InvalidArgument(f"ttl={ttl!r} is neither None (never) nor a number of seconds > 0")
+    run_bytes = -(-payload_bytes // PAGE_BYTES) * PAGE_BYTES
+    return Request(wanted, tensors.encode(placed), len(placed), sum(tensor.nbytes for tensor in placed), run_bytes,
+                   round(ttl * 1e9) if ttl is not None else 0)
+
+
+def _check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise InvalidArgument(f"{what}={value!r} is none of {', '.join(map(repr, choices))}")

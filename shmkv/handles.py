@@ -1,0 +1,276 @@
+"""What a caller holds: a `Hit` (or `Miss`) of a look-up, a `Reserved` entry of a producer.
+
+Three lifetimes, three things: descriptors in the segment are inert data; the lease (`session.Lifeline`) is the right to
+the bytes; tensors are views. The lease ends when the handle is released *and* the last tensor derived from it is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from . import keys, tensors
+from .entries import meta_parts
+from .errors import Cancelled, ClosedError, InvalidTensor
+from .leases import Outcome
+from .session import Session
+from .store import Grant
+from .sync import deadline
+from .transport import PRIVATE, READONLY, Transport
+
+
+class Miss:
+    """No entry was found in time: falsy, usable in `with`, and `reason` says why."""
+
+    __slots__ = ("reason",)
+
+    def __init__(self, reason: str):
+        self.reason = reason
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __enter__(self) -> Miss:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def __repr__(self) -> str:
+        return f"<shmkv.Miss: {self.reason}>"
+
+
+class Hit(Mapping[str, torch.Tensor]):
+    """An entry that was found: a mapping of tensor names to tensors, truthy, usable in `with`.
+
+    The tensors are views of the entry's bytes. By default writes to them stay in this process; with `readonly=True` a
+    write faults. They stay valid as long as any tensor derived from them lives, whatever is released, closed or
+    unlinked meanwhile; the entry's bytes are not reused before.
+    """
+
+    matched_tokens: int
+    """how many of the asked tokens this entry's KV is valid for"""
+    n_tokens: int
+    """how many tokens (after roi) the entry was inserted under; more than `matched_tokens` in an overlap"""
+    nbytes: int
+    """bytes of all its tensors"""
+    sequence: int
+    """the entry's number: what insert() returned for it"""
+    transport: str
+    """how the bytes are seen: "host" """
+
+    def __init__(self, session: Session, transport: Transport, how: str):
+        self._session, self._transport, self._how = session, transport, how
+        self._lifeline = session.lifeline()
+        self._tensors: dict[str, torch.Tensor] | None = None
+        self._meta = b""
+        self._released = False
+        self.transport = transport.name
+
+    @property
+    def hold(self):
+        return self._lifeline.hold
+
+    def fill(self, grant: Grant, meta: bytes, header: tuple[int, int, int]) -> None:
+        """Called once by the buffer, with the lease held: what was found. The entry counts as handed over now."""
+        self.matched_tokens, self.n_tokens = grant.matched_tokens, grant.n_tokens
+        self.nbytes, self.sequence = grant.payload_bytes, grant.sequence
+        self._run, self._meta, self._header = (grant.run_at, grant.run_bytes), meta, header
+        self._lifeline.hold.outcome = Outcome.CONSUMED
+
+    def release(self, *, returned: bool = False) -> None:
+        """Let go of the entry. Its bytes are reused when the last tensor derived from it is gone too. Idempotent.
+
+        `returned=True` puts a drop-selected entry back for another consumer, unchanged and in its old place.
+        """
+        if returned and not self._released:
+            self._lifeline.hold.outcome = Outcome.RETURNED
+        self._released, self._tensors = True, None
+        self._lifeline.drop_handle()
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """The full token ids the entry was inserted with (uint32), before roi."""
+        key_bytes, roi_tokens, _ = self._header
+        raw = self._meta[key_bytes:key_bytes + 4 * roi_tokens] if roi_tokens else keys.split(self._meta[:key_bytes])[1]
+        return np.frombuffer(bytes(raw), dtype=np.uint32)
+
+    @property
+    def roi(self) -> np.ndarray | None:
+        """The mask the entry was inserted with (bool), or None."""
+        key_bytes, roi_tokens, _ = self._header
+        if not roi_tokens:
+            return None
+        mask_at = key_bytes + 4 * roi_tokens
+        return np.frombuffer(self._meta[mask_at:mask_at + roi_tokens], dtype=np.uint8) != 0
+
+    @property
+    def namespace(self) -> dict:
+        """The namespace the entry was inserted under."""
+        return keys.decode_namespace(bytes(keys.split(self._meta[:self._header[0]])[0]))
+
+    def copy(self) -> dict[str, torch.Tensor]:
+        """Private copies of all tensors; they keep nothing in the segment."""
+        return {name: tensor.clone() for name, tensor in self.items()}
+
+    def copy_to(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Copy tensors into the given ones, by name; refused before a byte moves if a shape or dtype differs."""
+        for name, target in targets.items():
+            source = self[name]
+            if (source.shape, source.dtype) != (target.shape, target.dtype):
+                raise InvalidTensor(f"tensor {name!r} is {source.dtype} {tuple(source.shape)}, "
+                                    f"the target {target.dtype} {tuple(target.shape)}")
+        for name, target in targets.items():
+            target.copy_(self[name])
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._views()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views())
+
+    def __len__(self) -> int:
+        return len(self._views())
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __enter__(self) -> Hit:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_lifeline"):
+            self._lifeline.drop_handle()
+
+    def __repr__(self) -> str:
+        state = "released" if self._released else f"{self.nbytes} B by {self.transport}"
+        return f"<shmkv.Hit {self.sequence}: {self.matched_tokens} of {self.n_tokens} tokens, {state}>"
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def _views(self) -> dict[str, torch.Tensor]:
+        if self._released:
+            raise ClosedError("this hit was released", hint="use its tensors inside the with block, or keep a reference")
+        if self._tensors is None:
+            placed = tensors.decode(self._meta[meta_parts(*self._header)[1]:meta_parts(*self._header)[2]], self._run[1])
+            self._lifeline.add_views()
+            try:
+                self._tensors = self._transport.views(self._run, placed, self._how, self._lifeline.drop_views)
+            except BaseException:
+                self._lifeline.drop_views()
+                raise
+        return self._tensors
+
+    def detach(self) -> None:
+        """Replace the views by private copies and end the lease (`copy=True`)."""
+        self._tensors = self.copy()
+        self._lifeline.drop_handle()
+
+
+class Reserved(Mapping[str, torch.Tensor]):
+    """A producer's entry in the making: tensors to write into, sealed on leaving the block, aborted on an exception.
+
+    Do not write to the tensors after sealing: consumers see the same bytes. The entry's bytes stay in use as long as
+    a tensor of it lives in this process.
+    """
+
+    def __init__(self, session: Session, transport: Transport, key: keys.Key):
+        self._session, self._transport, self._key = session, transport, key
+        self._lifeline = session.lifeline()
+        self._grant: Grant | None = None
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    @property
+    def hold(self):
+        return self._lifeline.hold
+
+    @property
+    def sequence(self) -> int:
+        """The entry's number, as in signals about it."""
+        return self._entry().sequence
+
+    def fill(self, grant: Grant, placed: list[tensors.Placed], sources: Mapping[str, torch.Tensor] | None) -> None:
+        """Called once by the buffer, with the lease held: copy the sources in, or offer tensors to write into."""
+        self._grant, run = grant, (grant.run_at, grant.run_bytes)
+        if sources is not None:
+            self._transport.write(run, placed, sources)
+        else:
+            self._lifeline.add_views()
+            self._tensors = self._transport.writable(run, placed, self._lifeline.drop_views)
+
+    def seal(self) -> int:
+        """Make the entry visible and return its sequence. Raises Cancelled if somebody cancelled it meanwhile."""
+        grant = self._entry()
+        self._tensors = {}
+        done = not self._lifeline.has_views()
+        sealed = self._session.run(lambda: self._session.store.seal(grant, self.hold, self._key, done), deadline(10))
+        self._end(done)
+        if not sealed:
+            raise Cancelled(f"entry {grant.sequence} was cancelled before it was sealed")
+        return grant.sequence
+
+    def abort(self) -> None:
+        """Give the entry up; nobody will have seen it. Idempotent, and without effect after seal()."""
+        grant, self._tensors = self._grant, {}
+        if grant is None:
+            return
+        done = not self._lifeline.has_views()
+        self._session.run(lambda: self._session.store.abort(grant, self.hold, done), deadline(10))
+        self._end(done)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self._entry()
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __enter__(self) -> Reserved:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._grant is None:
+            return
+        if kind is None:
+            self.seal()
+        else:
+            self.abort()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_lifeline"):
+            self._lifeline.drop_handle()
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def _entry(self) -> Grant:
+        if self._grant is None:
+            raise ClosedError("this reserved entry was sealed or aborted")
+        return self._grant
+
+    def _end(self, done: bool) -> None:
+        self._grant = None
+        if done:
+            self._lifeline.settled()
+        else:
+            self._lifeline.drop_handle()
+
+
+__all__ = ["PRIVATE", "READONLY", "Hit", "Miss", "Reserved"]
