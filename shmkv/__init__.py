@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 from . import segment as _segment
 from .buffer import KVBuffer, Stats
@@ -99,8 +100,6 @@ def attach(name: str, *, role: str = "", timeout: float | None = 0.0) -> KVBuffe
 
     Raises InvalidName, NoSuchSegment, NotOurs, FormatMismatch, SegmentBroken, TableFull (no peer record is free).
     """
-    import time
-
     until = _deadline(timeout)
     while True:
         try:
@@ -118,7 +117,8 @@ def _pages(capacity: int | str) -> int:
 def _bytes(capacity: int | str) -> int:
     if isinstance(capacity, int) and not isinstance(capacity, bool) and capacity >= 0:
         return capacity
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", capacity.strip().lower()) if isinstance(capacity, str) else None
+    text = capacity.strip().lower() if isinstance(capacity, str) else ""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text)
     if found is None or found[2] not in _UNITS:
         raise InvalidArgument(f"{capacity!r} is not a number of bytes", hint='write it as 8 << 30 or "8GiB"')
     return int(float(found[1]) * _UNITS[found[2]])

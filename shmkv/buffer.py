@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import recovery, segment, sync, tensors
+from . import recovery, segment, starvation, sync, tensors
 from .entries import EntryState
 from .errors import ArenaFull, InvalidArgument, ShmkvError, TimedOut, TooLarge
 from .handles import Hit, Miss, Reserved
@@ -141,7 +141,8 @@ class KVBuffer:
     def __enter__(self) -> KVBuffer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -176,32 +177,23 @@ class KVBuffer:
     def _wait_for_room(self, request: Request, reserved: Reserved, until: int, timeout: float | None,
                        on_full: str) -> Grant:
         session, store = self._session, self._session.store
+        evict, at_once = on_full == "evict", on_full == "error" or timeout == 0
 
         def look(place: Place | None) -> Grant | None:
-            if place is not None:
-                store.bury_dead()
-            return store.reserve(request, reserved.hold, on_full == "evict")
+            grant = store.reserve(request, reserved.hold, evict)
+            if grant is None and (place is not None or at_once) and store.bury_dead():
+                grant = store.reserve(request, reserved.hold, evict)
+            return grant
 
         def announce(place: Place) -> None:
             place.announce(WaitKind.ROOM, until, family=request.key.family,
                            wanted=(request.run_bytes, request.meta_bytes))
             session.tables.waits.ring(WaitKind.ENTRY)  # whether a consumer starves may depend on us
 
-        if on_full == "error" or timeout == 0:
-            grant = session.run(lambda: look(None) or (store.bury_dead(), look(None))[1], until)
-        else:
-            grant = session.wait(look, until, announce)
+        grant = session.run(lambda: look(None), until) if at_once else session.wait(look, until, announce)
         if grant is None:
-            raise self._no_room(request, timeout, on_full)
+            raise session.run(lambda: _no_room(session.tables, request, timeout, at_once), until)
         return grant
-
-    def _no_room(self, request: Request, timeout: float | None, on_full: str) -> ShmkvError:
-        tables = self._session.tables
-        tables.count(Counter.timeouts)
-        text = (f"need a run of {request.run_bytes} B and {request.meta_bytes} B of meta data; the largest free are "
-                f"{tables.arena.largest_bytes} B of {tables.arena.free_bytes} B free and {tables.meta.largest_bytes} B; "
-                f"{tables.entries.free_count()} slots and {tables.leases.n_free()} leases are free")
-        return ArenaFull(text) if on_full == "error" or timeout == 0 else TimedOut(f"no room within {timeout} s: {text}")
 
     def _refuse_oversized(self, request: Request) -> None:
         geometry = self._session.tables.layout.geometry
@@ -221,13 +213,13 @@ class KVBuffer:
         hit = Hit(session, self._transport, READONLY if readonly or copy else PRIVATE)
 
         def look(place: Place | None) -> Grant | str | None:
-            if place is not None:
-                store.bury_dead()
             grant = store.claim(wanted, match, min_tokens, kind, hit.hold)
-            reason = store.starved(place) if grant is None and place is not None else ""
-            if grant is None and (reason or timeout == 0):
-                return store.missed(reason)
-            return grant
+            if grant is None and (place is not None or timeout == 0) and store.bury_dead():
+                grant = store.claim(wanted, match, min_tokens, kind, hit.hold)
+            if grant is not None:
+                return grant
+            reason = starvation.verdict(session.tables, place) if place is not None else ""
+            return store.missed(reason) if reason or timeout == 0 else None
 
         def announce(place: Place) -> None:
             place.announce(WaitKind.ENTRY, until, tokens=wanted.data[wanted.token_start:], family=wanted.family)
@@ -275,6 +267,15 @@ def _stats(tables: Tables) -> Stats:
         held_leases=len(tables.leases.held()), peers=len(open_peers),
         waiting={kind.name.lower(): len(waits.waiting(kind)) for kind in WaitKind},
         counters={name: tables.counter(index) for index, name in enumerate(Counter.names)})
+
+
+def _no_room(tables: Tables, request: Request, timeout: float | None, at_once: bool) -> ShmkvError:
+    tables.count(Counter.timeouts)
+    arena, meta = tables.arena, tables.meta
+    text = (f"need a run of {request.run_bytes} B and {request.meta_bytes} B of meta data; free are "
+            f"{arena.free_bytes} B, the largest run {arena.largest_bytes} B; {meta.free_bytes} B of meta data, "
+            f"the largest {meta.largest_bytes} B; {tables.entries.free_count()} slots, {tables.leases.n_free()} leases")
+    return ArenaFull(text) if at_once else TimedOut(f"no room within {timeout} s: {text}")
 
 
 def _request(wanted: Key, placed: list[tensors.Placed], payload_bytes: int, ttl: float | None) -> Request:

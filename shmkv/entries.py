@@ -144,7 +144,8 @@ class Entries:
     def sizes(self, slot: int) -> tuple[int, int, int]:
         """Key bytes, roi tokens and descriptor bytes: what `meta_parts` takes."""
         at = self.at(slot)
-        return self._words[at + Entry.key_bytes], self._words[at + Entry.roi_tokens], self._words[at + Entry.descriptor_bytes]
+        words = self._words
+        return words[at + Entry.key_bytes], words[at + Entry.roi_tokens], words[at + Entry.descriptor_bytes]
 
     def parts(self, slot: int) -> tuple[int, int, int]:
         """Offsets in the entry's meta bytes: of the roi part, of the descriptors, of the end."""

@@ -141,7 +141,8 @@ class Hit(Mapping[str, torch.Tensor]):
     def __enter__(self) -> Hit:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
         self.release()
 
     def __del__(self) -> None:
@@ -159,9 +160,10 @@ class Hit(Mapping[str, torch.Tensor]):
 
     def _views(self) -> dict[str, torch.Tensor]:
         if self._released:
-            raise ClosedError("this hit was released", hint="use its tensors inside the with block, or keep a reference")
+            raise ClosedError("this hit was released", hint="use it inside the with block, or keep its tensors")
         if self._tensors is None:
-            placed = tensors.decode(self._meta[meta_parts(*self._header)[1]:meta_parts(*self._header)[2]], self._run[1])
+            _, start, end = meta_parts(*self._header)
+            placed = tensors.decode(self._meta[start:end], self._run[1])
             self._lifeline.add_views()
             try:
                 self._tensors = self._transport.views(self._run, placed, self._how, self._lifeline.drop_views)
@@ -243,7 +245,8 @@ class Reserved(Mapping[str, torch.Tensor]):
     def __enter__(self) -> Reserved:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
         if self._grant is None:
             return
         if kind is None:

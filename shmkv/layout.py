@@ -297,7 +297,8 @@ class Layout:
             lines.append(f"{area.at:>12} {area.nbytes:>12} {area.count or '':>8} {each or '':>6}  {area.name}")
         for record in RECORDS:
             lines += ["", f"{record.__name__.lower()} ({record.words * WORD_BYTES} bytes)"]
-            lines += [f"  {i * WORD_BYTES:>5}  {name:<18} {text}" for i, (name, text) in enumerate(record.names.items())]
+            lines += [f"  {index * WORD_BYTES:>5}  {name:<18} {text}"
+                      for index, (name, text) in enumerate(record.names.items())]
         return "\n".join(lines)
 
 

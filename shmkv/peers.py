@@ -131,6 +131,11 @@ class Attachment:
     def __init__(self, segment: Segment, index: int, generation: int, fd: int):
         self.segment, self.index, self.generation, self._fd = segment, index, generation, fd
 
+    @classmethod
+    def none(cls, segment: Segment) -> Attachment:
+        """Of a handle that is about to claim its record."""
+        return cls(segment, 0, 0, -1)
+
     def end(self) -> None:
         """Drop the liveness byte: from now on the record counts as a dead peer's."""
         fd, self._fd = self._fd, -1

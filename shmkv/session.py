@@ -37,7 +37,7 @@ class Session:
         self._lifelines: set[Lifeline] = set()
         self._here = threading.local()
         self._places: weakref.WeakSet[Place] = weakref.WeakSet()
-        self.store.me = self._enter(lambda: self.tables.peers.claim(role), sync.deadline(10))
+        self.store.enter(self._enter(lambda: self.tables.peers.claim(role), sync.deadline(10)))
         _end_at_exit(self)
 
     @property
@@ -55,7 +55,8 @@ class Session:
         self.check()
         return self._enter(body, deadline_ns)
 
-    def wait(self, look: Callable[[Place | None], T | None], deadline_ns: int, announce: Callable[[Place], None]) -> T | None:
+    def wait(self, look: Callable[[Place | None], T | None], deadline_ns: int,
+             announce: Callable[[Place], None]) -> T | None:
         """Look (under the lock) until there is a result; None when the deadline passed.
 
         `look` gets None the first time and then this thread's place, on which `announce` has put what it waits for.

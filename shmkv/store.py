@@ -31,17 +31,15 @@ from .entries import DROPPED, FREE, READY, RESERVED, TAKEN, meta_parts
 from .errors import TableFull
 from .journal import EventKind
 from .keys import Key
-from .layout import Counter, Entry, Header, Lease, Peer, Wait
+from .layout import Counter, Entry, Header, Lease, Peer
 from .leases import Hold, LeaseKind, Outcome
-from .peers import CONSUMER, PRODUCER, Attachment, Place, WaitKind
+from .news import News, Ring
+from .peers import CONSUMER, PRODUCER, Attachment
 from .signals import SignalKind
+from .starvation import EARLY
 from .tables import Tables
 
 T = TypeVar("T")
-Ring = tuple[int, int, int]
-"""wait kind, key family (0: any), peer (-1: any)"""
-FULL = "the buffer is full: every producer waits for room and nobody else can make any"
-ORPHANED = "every producer that was attached has closed or died"
 
 
 class Request(NamedTuple):
@@ -83,8 +81,8 @@ class Store:
         self.tables, self.words = tables, tables.words
         self._entries, self._leases, self._order = tables.entries, tables.leases, tables.order
         self._memory, self._meta_base = tables.memory, tables.layout.meta.at
-        self.me: Attachment | None = None
-        self._rings: list[Ring] = []
+        self.me = Attachment.none(tables.segment)
+        self.news = News(tables)
 
     # ------------------------------------------------------------ the section
 
@@ -100,14 +98,13 @@ class Store:
             self.expire()
         result = body()
         self._rest()
-        rings, self._rings = self._rings, []
-        return result, rings
+        return result, self.news.take_rings()
 
     def recover(self) -> None:
         """Rebuild what is derived, then settle the dead."""
         recovery.rebuild(self.tables)
         self.tables.count(Counter.recoveries)
-        self.tables.journal.write(EventKind.RECOVERED, self._my_index())
+        self.news.log_of(EventKind.RECOVERED, self._my_index())
         self.collect()
         self.bury_dead()
         self._rest()
@@ -118,11 +115,13 @@ class Store:
             self._settle(index, self.words[self._leases.at(index) + Lease.outcome])
         self._rest()
 
-    def bury_dead(self) -> None:
-        """Take over the remains of peers that the kernel says are dead."""
-        for peer in self.tables.peers.dead():
+    def bury_dead(self) -> bool:
+        """Take over the remains of peers that the kernel says are dead; whether there were any."""
+        dead = self.tables.peers.dead()
+        for peer in dead:
             self.bury(peer)
         self._rest()
+        return bool(dead)
 
     def bury(self, peer: int) -> None:
         """Settle all that a peer left: released leases first, held ones after; its record is freed last."""
@@ -135,10 +134,9 @@ class Store:
         self.tables.waits.clear_peer(peer)
         if not words[peers.at(peer) + Peer.closed]:
             self.tables.count(Counter.deaths)
-            self.tables.journal.write(EventKind.DIED, peer)
-        self._tell_all(peer, SignalKind.CLOSED)
+            self.news.log_of(EventKind.DIED, peer)
+        self.news.left(peer)
         peers.clear(peer)
-        self._rings += [(WaitKind.ENTRY, 0, -1), (WaitKind.ROOM, 0, -1)]
 
     def leave(self) -> bool:
         """End this handle's attachment; False if leases of its views still need it (then death of the last ends it)."""
@@ -147,8 +145,7 @@ class Store:
         words[self.tables.peers.at(peer) + Peer.closed] = 1
         self.tables.waits.clear_peer(peer)
         if any(words[self._leases.at(index) + Lease.peer] == peer for index in self._leases.held()):
-            self._tell_all(peer, SignalKind.CLOSED)
-            self._rings += [(WaitKind.ENTRY, 0, -1), (WaitKind.ROOM, 0, -1)]
+            self.news.left(peer)
             return False
         self.bury(peer)
         return True
@@ -197,8 +194,8 @@ class Store:
         self._enter_order(slot, now)
         self.tables.count(Counter.inserts)
         self.tables.count(Counter.inserted_bytes, grant.payload_bytes)
-        self._log(EventKind.READY, slot)
-        self._ready(key.family)
+        self.news.log(EventKind.READY, slot)
+        self.news.ready(key.family)
         return True
 
     def abort(self, grant: Grant, hold: Hold, done: bool, event: EventKind = EventKind.ABORTED) -> None:
@@ -208,7 +205,7 @@ class Store:
             return
         self._mutate()
         self.tables.count(Counter.aborted)
-        self._log(event, grant.slot)
+        self.news.log(event, grant.slot)
         if done:
             self._free(grant.slot)
             self._end_lease(hold.index)
@@ -286,10 +283,8 @@ class Store:
     def missed(self, reason: str) -> str:
         """Count a look-up that found nothing; returns the reason, worded if there is none."""
         self.tables.count(Counter.misses)
-        if reason == FULL:
-            self.tables.count(Counter.starved)
-        elif reason == ORPHANED:
-            self.tables.count(Counter.orphaned)
+        if reason in EARLY:
+            self.tables.count(EARLY[reason])
         return reason or "no such entry"
 
     def meta_of(self, slot: int) -> memoryview:
@@ -302,17 +297,17 @@ class Store:
         n_cancelled = 0
         while (found := self._order.find(key.data, "exact", 0, key.token_start)) is not None:
             self._mutate()
-            self._tell_producer(found[0], SignalKind.CANCELLED)
+            self.news.tell_producer(found[0], SignalKind.CANCELLED)
             self._remove_ready(found[0], EventKind.CANCELLED, Counter.cancelled)
             n_cancelled += 1
-        for slot in self._writing():
+        for slot in self.tables.writing():
             start, nbytes = self._entries.key_span(slot)
             at = self._entries.at(slot)
             if not self.words[at + Entry.cancelled] and self._memory[start:start + nbytes] == key.data:
                 self._mutate()
                 self.words[at + Entry.cancelled] = 1
                 self.tables.count(Counter.cancelled)
-                self._tell_producer(slot, SignalKind.CANCELLED)
+                self.news.tell_producer(slot, SignalKind.CANCELLED)
                 n_cancelled += 1
         return n_cancelled
 
@@ -331,8 +326,8 @@ class Store:
         self._entries.move(slot, TAKEN)
         self._order.remove(slot)
         self.tables.count(Counter.takes)
-        self._log(EventKind.TAKEN, slot)
-        self._tell_producer(slot, SignalKind.TAKEN)
+        self.news.log(EventKind.TAKEN, slot)
+        self.news.tell_producer(slot, SignalKind.TAKEN)
 
     def _evict_for(self, request: Request) -> bool:
         """Evict least recently used entries that nobody holds until the request fits; False if it cannot."""
@@ -358,7 +353,7 @@ class Store:
         words[entry + Entry.holders] = holders
         if kind == LeaseKind.WRITE and state == RESERVED:
             self.tables.count(Counter.aborted)
-            self._log(EventKind.ABORTED, slot)
+            self.news.log(EventKind.ABORTED, slot)
             self._let_go(slot, holders)
         elif kind == LeaseKind.TAKE and state == TAKEN:
             self._end_taking(slot, holders, outcome)
@@ -371,17 +366,17 @@ class Store:
     def _end_taking(self, slot: int, holders: int, outcome: int) -> None:
         if outcome == Outcome.CONSUMED:
             self.tables.count(Counter.consumed)
-            self._log(EventKind.CONSUMED, slot)
+            self.news.log(EventKind.CONSUMED, slot)
             return self._let_go(slot, holders)
         self.tables.count(Counter.redelivered)
-        self._log(EventKind.RETURNED, slot)
+        self.news.log(EventKind.RETURNED, slot)
         self._entries.move(slot, READY)
         self._enter_order(slot, time.monotonic_ns())
-        self._ready(0)
+        self.news.ready(0)
 
     def _remove_ready(self, slot: int, event: EventKind, counter: int) -> None:
         self.tables.count(counter)
-        self._log(event, slot)
+        self.news.log(event, slot)
         self._order.remove(slot)
         self._let_go(slot, self.words[self._entries.at(slot) + Entry.holders])
 
@@ -393,14 +388,14 @@ class Store:
 
     def _free(self, slot: int) -> None:
         run_at, run_bytes = self._entries.run(slot)
-        self._tell_producer(slot, SignalKind.RELEASED)
+        self.news.tell_producer(slot, SignalKind.RELEASED)
         self._entries.move(slot, FREE)
         self.words[self._entries.at(slot) + Entry.expires_ns] = 0
         if run_bytes:
             self.tables.arena.free(run_at, run_bytes)
         self.tables.meta.free(*self._entries.meta(slot))
         self._entries.push_free(slot)
-        self._announce(WaitKind.ROOM, SignalKind.ROOM, 0)
+        self.news.room()
 
     def _hold(self, hold: Hold, kind: LeaseKind, slot: int, entry_generation: int) -> None:
         self._leases.hold(hold, kind, slot, entry_generation, self.me.index, self.me.generation)
@@ -431,84 +426,6 @@ class Store:
             self.words[at + Entry.ttl_left_ns] = max(0, expires - now)
             self.words[at + Entry.expires_ns] = 0
 
-    # ------------------------------------------------------------ news
-
-    def _ready(self, family: int) -> None:
-        self.words[Header.ready_count] += 1
-        self._announce(WaitKind.ENTRY, SignalKind.READY, family)
-
-    def _announce(self, wait: WaitKind, signal: SignalKind, family: int) -> None:
-        """Signal the peers that wait for this, and have them rung once outside."""
-        words, waits = self.words, self.tables.waits.waiting(wait)
-        for at in waits:
-            if not family or words[at + Wait.family] in (0, family):
-                self.tables.signals.post(words[at + Wait.peer], signal, self._my_index())
-        if waits and (wait, family, -1) not in self._rings:
-            self._rings.append((wait, family, -1))
-
-    def _tell_producer(self, slot: int, kind: SignalKind) -> None:
-        words, at = self.words, self._entries.at(slot)
-        self._tell(words[at + Entry.peer], words[at + Entry.peer_generation], kind, words[at + Entry.sequence], slot)
-
-    def _tell(self, peer: int, generation: int, kind: SignalKind, sequence: int, slot: int) -> None:
-        record = self.tables.peers.at(peer)
-        if self.words[record] and self.words[record + Peer.generation] == generation:
-            self.tables.signals.post(peer, kind, self._my_index(), sequence, slot)
-            self._rings.append((WaitKind.SIGNAL, 0, peer))
-
-    def _tell_all(self, sender: int, kind: SignalKind) -> None:
-        for peer in self.tables.peers.attached():
-            if peer != sender:
-                self.tables.signals.post(peer, kind, sender, value=sender)
-                self._rings.append((WaitKind.SIGNAL, 0, peer))
-
-    def _log(self, kind: EventKind, slot: int) -> None:
-        words, at = self.words, self._entries.at(slot)
-        self.tables.journal.write(
-            kind, self._my_index(), sequence=words[at + Entry.sequence], slot=slot,
-            generation=words[at + Entry.generation], fingerprint=words[at + Entry.fingerprint],
-            n_tokens=(words[at + Entry.key_bytes] - words[at + Entry.token_start]) // 4)
-
-    # ------------------------------------------------------------ who can still go on
-
-    def starved(self, place: Place) -> str:
-        """Why the waiter at `place` should get its miss now instead of later; "" if somebody can still go on.
-
-        A waiter that found nothing may go on waiting as long as anything can change: see the rule in the README.
-        """
-        words, peers = self.words, self.tables.peers
-        words[place.at + Wait.evaluated] = words[Header.ready_count] + 1
-        records = [(peer, words[peers.at(peer) + Peer.roles]) for peer in peers.attached()
-                   if not words[peers.at(peer) + Peer.closed]]
-        producers = {peer for peer, roles in records if roles & PRODUCER}
-        if not producers:  # who has done nothing yet may become one
-            return ORPHANED if words[Header.producers_seen] and all(roles for _, roles in records) else ""
-        waits = self.tables.waits
-        blocked = {words[at + Wait.peer] for at in waits.waiting(WaitKind.ROOM)}
-        if not producers <= blocked or words[Header.next_expiry_ns] or self._writing():
-            return ""
-        waiters = waits.waiting(WaitKind.ENTRY)
-        if not waiters or waiters[0] != place.at:
-            return ""
-        in_vain = {words[at + Wait.peer] for at in waiters
-                   if words[at + Wait.evaluated] == words[Header.ready_count] + 1}
-        if not {peer for peer, roles in records if roles & CONSUMER} <= in_vain or not self._holders_wait():
-            return ""
-        return FULL
-
-    def _holders_wait(self) -> bool:
-        """Whether every held lease was taken by a thread that is itself waiting."""
-        words = self.words
-        waiting = {(words[at + Wait.peer], words[at + Wait.thread]) for at in self.tables.waits.waiting()}
-        leases = [self._leases.at(index) for index in self._leases.held()]
-        return all((words[at + Lease.peer], words[at + Lease.thread]) in waiting for at in leases)
-
-    def _writing(self) -> list[int]:
-        """The RESERVED entries: each is named by a WRITE lease, so the leases in use are all there is to look at."""
-        words, leases = self.words, [self._leases.at(index) for index in self._leases.held()]
-        slots = {words[at + Lease.slot] for at in leases if words[at + Lease.kind] == LeaseKind.WRITE}
-        return [slot for slot in slots if words[self._entries.at(slot)] == RESERVED]
-
     def _play(self, role: int) -> None:
         """Note that this peer inserts, or looks up."""
         at = self.tables.peers.at(self._my_index()) + Peer.roles
@@ -518,5 +435,10 @@ class Store:
             if role == PRODUCER:
                 self.words[Header.producers_seen] += 1
 
+    def enter(self, me: Attachment) -> None:
+        """From now on act as this peer."""
+        self.me = me
+        self.news.sender = me.index
+
     def _my_index(self) -> int:
-        return self.me.index if self.me else 0
+        return self.me.index

@@ -263,7 +263,8 @@ class Place(Protocol):
     def posted(self) -> int: ...
 
 
-def wait(evaluate: Callable[[], T | None], deadline_ns: int, place: Place, next_change_ns: Callable[[], int]) -> T | None:
+def wait(evaluate: Callable[[], T | None], deadline_ns: int, place: Place,
+         next_change_ns: Callable[[], int]) -> T | None:
     """Evaluate until there is a result or the deadline is past (then None). What is waited for is on record already.
 
     `next_change_ns()` is when something changes by time alone (0: nothing will).

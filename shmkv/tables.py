@@ -1,12 +1,12 @@
-"""All tables of one segment, made of the floor-4 parts; no behaviour of its own."""
+"""All tables of one segment, made of the floor-4 parts; it moves nothing but counters."""
 
 from __future__ import annotations
 
 from .arena import Arena
-from .entries import Entries
+from .entries import RESERVED, Entries
 from .journal import Journal
-from .layout import META_UNIT_BYTES, PAGE_BYTES, Area, Header
-from .leases import Leases
+from .layout import META_UNIT_BYTES, PAGE_BYTES, Area, Header, Lease
+from .leases import LeaseKind, Leases
 from .peers import Peers, Waits
 from .prefix import PrefixOrder
 from .segment import Segment
@@ -30,6 +30,12 @@ class Tables:
                           array(layout.meta_hole_lengths, "Q"), layout.meta.nbytes, META_UNIT_BYTES)
         self.order = PrefixOrder(words, Header.ranked, array(layout.order, "I"), array(layout.parents, "I"), memory,
                                  self.entries.key_span, self.entries.sequence)
+
+    def writing(self) -> list[int]:
+        """The RESERVED entries: each is named by a WRITE lease, so the leases in use are all there is to look at."""
+        words, leases = self.words, [self.leases.at(index) for index in self.leases.held()]
+        slots = {words[at + Lease.slot] for at in leases if words[at + Lease.kind] == LeaseKind.WRITE}
+        return [slot for slot in slots if self.entries.state(slot) == RESERVED]
 
     def count(self, counter: int, by: int = 1) -> None:
         """Add to a counter; under the lock."""

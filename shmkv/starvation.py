@@ -1,0 +1,64 @@
+"""What: whether a consumer that found nothing can still hope, decided from the words of the segment.
+
+A full buffer and a consumer that waits for something which cannot enter would wait for each other for ever. Waits and
+roles are words, so this is decidable. The consumer gets its miss early only if
+- at least one producer is attached and every one of them waits for room, and no entry is RESERVED,
+- every other consumer waits for something that was looked for since anything last became READY, and is not there,
+- every held lease was taken by a thread that is itself waiting, and no TTL is running,
+- and it has waited longest of all consumers: one miss at a time.
+It also gets it early when producers were attached, and now all have closed or died and nobody is left who might yet
+insert. With no producer attached so far it waits until its deadline.
+
+If a party dies here: nothing is written but the asking waiter's own record; a dead peer counts until it is buried,
+which the caller does first.
+"""
+
+from __future__ import annotations
+
+from .layout import Counter, Header, Lease, Peer, Wait
+from .peers import CONSUMER, PRODUCER, Place, WaitKind
+from .tables import Tables
+
+FULL = "the buffer is full: every producer waits for room and nobody else can make any"
+ORPHANED = "every producer that was attached has closed or died"
+EARLY = {FULL: Counter.starved, ORPHANED: Counter.orphaned}
+"""the reasons of an early miss, and what counts them"""
+
+
+def verdict(tables: Tables, place: Place) -> str:
+    """Why the waiter at `place`, who just found nothing, should get its miss now; "" if somebody can still go on."""
+    words = tables.words
+    words[place.at + Wait.evaluated] = words[Header.ready_count] + 1
+    roles = _open_roles(tables)
+    if not any(role & PRODUCER for role in roles.values()):  # who has done nothing yet may become one
+        return ORPHANED if words[Header.producers_seen] and all(roles.values()) else ""
+    stuck = (_producers_blocked(tables, roles) and not words[Header.next_expiry_ns] and not tables.writing()
+             and _consumers_wait_in_vain(tables, roles, place) and _holders_wait(tables))
+    return FULL if stuck else ""
+
+
+def _open_roles(tables: Tables) -> dict[int, int]:
+    """The role bits of each peer whose handle is open."""
+    words, records = tables.words, {peer: tables.peers.at(peer) for peer in tables.peers.attached()}
+    return {peer: words[at + Peer.roles] for peer, at in records.items() if not words[at + Peer.closed]}
+
+
+def _producers_blocked(tables: Tables, roles: dict[int, int]) -> bool:
+    blocked = {tables.words[at + Wait.peer] for at in tables.waits.waiting(WaitKind.ROOM)}
+    return {peer for peer, role in roles.items() if role & PRODUCER} <= blocked
+
+
+def _consumers_wait_in_vain(tables: Tables, roles: dict[int, int], place: Place) -> bool:
+    words, waiters = tables.words, tables.waits.waiting(WaitKind.ENTRY)
+    if not waiters or waiters[0] != place.at:
+        return False
+    looked = words[Header.ready_count] + 1
+    in_vain = {words[at + Wait.peer] for at in waiters if words[at + Wait.evaluated] == looked}
+    return {peer for peer, role in roles.items() if role & CONSUMER} <= in_vain
+
+
+def _holders_wait(tables: Tables) -> bool:
+    words = tables.words
+    waiting = {(words[at + Wait.peer], words[at + Wait.thread]) for at in tables.waits.waiting()}
+    leases = [tables.leases.at(index) for index in tables.leases.held()]
+    return all((words[at + Lease.peer], words[at + Lease.thread]) in waiting for at in leases)
