@@ -120,8 +120,7 @@ class KVBuffer:
 
     def problems(self) -> list[str]:
         """Each way in which the segment contradicts itself; [] when it is sound."""
-        tables = self._session.tables
-        return self._session.run(lambda: list(recovery.problems(tables)), sync.deadline(INSERT_TIMEOUT_S))
+        return self._session.run(lambda: list(recovery.problems(self._session.tables)), sync.deadline(INSERT_TIMEOUT_S))
 
     @property
     def closed(self) -> bool:
@@ -133,10 +132,8 @@ class KVBuffer:
 
     def close(self) -> None:
         """Detach; the creator also removes the name. Views that still live stay readable. Idempotent."""
-        try:
-            self._session.close()
-        finally:
-            self._session.segment.unlink()
+        self._session.segment.unlink()
+        self._session.close()
 
     def __enter__(self) -> KVBuffer:
         return self
@@ -207,8 +204,12 @@ class KVBuffer:
 
     def _select(self, kind: LeaseKind, tokens: Any, roi: Any, namespace: Mapping | None, match: str, min_tokens: int,
                 timeout: float | None, readonly: bool, copy: bool) -> Hit | Miss:
-        session, store, until = self._session, self._session.store, sync.deadline(timeout)
+        session, until = self._session, sync.deadline(timeout)
+        session.check()
+        store = session.store
         _check_choice("match", match, MATCHES)
+        if isinstance(min_tokens, bool) or not isinstance(min_tokens, int) or min_tokens < 1:
+            raise InvalidArgument(f"min_tokens={min_tokens!r} is not a whole number >= 1")
         wanted = key(tokens, roi=roi, namespace=namespace)
         hit = Hit(session, self._transport, READONLY if readonly or copy else PRIVATE)
 

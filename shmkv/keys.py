@@ -141,7 +141,8 @@ def _words_of_sequence(tokens: list | tuple) -> bytes:
         raise _first_bad_token(enumerate(tokens)) or InvalidTokens("tokens changed while they were read") from None
     # bool has __index__ too, but is 0 or 1: only these need a look at the type
     suspects = np.flatnonzero(np.frombuffer(words, np.uint32) <= 1).tolist()
-    if suspects and not {type(tokens[at]) for at in suspects} <= {int}:
+    looked_at = tokens if 4 * len(suspects) > len(tokens) else map(tokens.__getitem__, suspects)
+    if not set(map(type, looked_at)) <= {int}:
         bad = _first_bad_token((at, tokens[at]) for at in suspects)
         if bad:
             raise bad

@@ -34,8 +34,6 @@ import time
 from collections.abc import Iterator
 from enum import IntEnum
 
-import posix_ipc
-
 from . import sync
 from .errors import TableFull
 from .layout import WORD_BYTES, Header, Peer, Wait
@@ -153,7 +151,7 @@ class Waits:
         area = segment.layout.waits
         self._segment, self._words, self._area = segment, segment.words, area
         self._records = range(area.word, area.word + area.count * area.stride, area.stride)
-        self._bells: dict[str, posix_ipc.Semaphore] = {}
+        self.bells = sync.Bells()
 
     def claim(self, me: Attachment) -> Place:
         """Take a record for the calling thread; under the lock."""
@@ -190,7 +188,7 @@ class Waits:
                 continue
             if peer in (-1, words[at + Wait.peer]):
                 words[at + Wait.posted] = 1  # SYNC POINT wait-posted (store)
-                sync.ring(self.bell_name(at), self._bells)
+                self.bells.ring(at, self.bell_name(at))
 
     def clear_peer(self, peer: int) -> None:
         """Free the records of a peer that is gone; under the lock. Idempotent."""
@@ -202,10 +200,8 @@ class Waits:
 
     def bell_name(self, at: int) -> str:
         index = (at - self._area.word) // self._area.stride
-        return f"/shmkv.{self._segment.instance:016x}.{index}.{self._words[at + Wait.generation]}"
-
-    def forget_bells(self) -> None:
-        self._bells.clear()
+        generation = self._words[at + Wait.generation]
+        return f"/shmkv.{self._segment.name}.{self._segment.instance:016x}.{index}.{generation}"
 
     def _used(self) -> range:
         return self._records[:self._words[Header.waits_high]]

@@ -268,12 +268,9 @@ class PrefixOrder:
         parent = self._parents[before]
         if parent == NONE or self._span(parent)[1] <= left:
             return parent
-        # Its parent is too long as well; more such may follow, a whole chain or group. Cut the query instead: either
-        # an entry equals the cut, or the first entry beyond it has just the parent that we look for.
-        cut = query[:left]
-        rank, _, _ = self._bisect(cut, NEWEST)
-        if rank and self._equals(rank - 1, cut):
-            return self._slot(rank - 1)
+        # Its parent is too long as well; more such may follow, a whole chain or group. Cut the query instead: the first
+        # entry that goes beyond the cut has no prefix of its own there, so its parent is the one that we look for.
+        rank, _, _ = self._bisect(query[:left], NEWEST)
         return self._parents[self._slot(rank)] if rank < len(self) else NONE
 
     def _verified(self, found: tuple[int, int], query: bytes) -> tuple[int, int]:

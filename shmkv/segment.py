@@ -82,15 +82,23 @@ class Segment:
     def path(self) -> str:
         return path_of(self.name)
 
+    def detach(self) -> None:
+        """Let go of the object. A mapping that a view still needs goes with the last such view. Idempotent."""
+        fd, self.fd = getattr(self, "fd", -1), -1
+        self.words = self.memory = memoryview(b"")
+        self._readonly = None
+        if fd >= 0:
+            os.close(fd)
+
     def __del__(self) -> None:
-        if getattr(self, "fd", -1) >= 0:
-            os.close(self.fd)
+        self.detach()
 
     def unlink(self) -> bool:
         """Remove the name if this process created the segment and the name still leads to it. Idempotent."""
         if not self.created or self._pid != os.getpid():
             return False
-        self.words[Header.unlinked] = 1
+        if self.words:
+            self.words[Header.unlinked] = 1
         try:
             if _identity(os.stat(self.path, follow_symlinks=False)) != self.identity:
                 return False

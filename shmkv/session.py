@@ -31,7 +31,7 @@ class Session:
     """An attached peer. Threads may share it; a forked child may not use it."""
 
     def __init__(self, segment: Segment, role: str, tables: Tables | None = None):
-        self.segment, self.closed = segment, False
+        self.segment, self.closed, self._gone = segment, False, False
         self.tables = tables or Tables(segment)
         self.store, self.lock = Store(self.tables), sync.Lock(segment)
         self._lifelines: set[Lifeline] = set()
@@ -82,12 +82,14 @@ class Session:
         self._lifelines.discard(lifeline)
         if self.segment.inherited:
             return
+        if self._gone:
+            return
         if self.tables.leases.release(lifeline.hold):
             self.tables.waits.ring(WaitKind.ROOM)
             if lifeline.hold.outcome == Outcome.RETURNED:
                 self.tables.waits.ring(WaitKind.ENTRY)
         if self.closed and not self._lifelines:
-            self.store.me.end()
+            self._let_go()
 
     def close(self) -> None:
         """Leave; leases that views still need stay, and the peer record with them. Idempotent."""
@@ -100,16 +102,23 @@ class Session:
         for place in list(self._places):
             place.retire()
         left = self._enter(self.store.leave, sync.deadline(10))
-        if left or not self._lifelines:
-            self.store.me.end()
-        self.tables.waits.forget_bells()
         self.lock.close()
+        if left or not self._lifelines:
+            self._let_go()
 
     def end_now(self) -> None:
         """At an orderly exit of the process: nothing will look at a view again, so release all, then leave."""
         for lifeline in list(self._lifelines):
             lifeline.cut()
         self.close()
+
+    def _let_go(self) -> None:
+        """Nothing needs the segment any more: end the claim, unmap."""
+        self._gone = True
+        self.store.me.end()
+        self.tables.waits.bells.close()
+        del self.tables, self.store, self._here
+        self.segment.detach()
 
     def _enter(self, body: Callable[[], T], deadline_ns: int) -> T:
         result, rings = self.lock.run(functools.partial(self.store.section, body), deadline_ns)

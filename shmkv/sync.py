@@ -39,7 +39,7 @@ from typing import Protocol, TypeVar
 
 import posix_ipc
 
-from .errors import ClosedError, ReentryError, TimedOut
+from .errors import ClosedError, InvalidArgument, ReentryError, TimedOut
 from .segment import Segment
 
 T = TypeVar("T")
@@ -234,15 +234,34 @@ class Bell:
             self._address = None
 
 
-def ring(name: str, known: dict[str, posix_ipc.Semaphore]) -> None:
-    """Ring a bell; `known` caches open semaphores. A bell that is gone needs no ringing."""
-    semaphore = known.get(name)
-    try:
-        if semaphore is None:
-            semaphore = known[name] = posix_ipc.Semaphore(name)
-        semaphore.release()
-    except (posix_ipc.ExistentialError, posix_ipc.PermissionsError, OSError, ValueError):
-        known.pop(name, None)
+class Bells:
+    """The bells this process has rung, open for the next time; one for each place `at`."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, tuple[str, posix_ipc.Semaphore]] = {}
+
+    def ring(self, at: int, name: str) -> None:
+        """Ring the bell of this name at this place. A bell that is gone needs no ringing."""
+        known = self._open.get(at)
+        if known is None or known[0] != name:
+            self._forget(at)
+            try:
+                known = self._open[at] = (name, posix_ipc.Semaphore(name))
+            except (posix_ipc.Error, OSError):
+                return
+        try:
+            known[1].release()
+        except (posix_ipc.Error, OSError, ValueError):
+            self._forget(at)
+
+    def close(self) -> None:
+        for at in list(self._open):
+            self._forget(at)
+
+    def _forget(self, at: int) -> None:
+        known = self._open.pop(at, None)
+        if known is not None:
+            known[1].close()
 
 
 def silence(name: str) -> None:
@@ -329,7 +348,7 @@ def deadline(timeout: float | None) -> int:
     if timeout is None:
         return FOREVER_NS
     if not timeout >= 0:
-        raise ValueError(f"timeout={timeout!r} is neither None (forever) nor a number of seconds >= 0")
+        raise InvalidArgument(f"timeout={timeout!r} is neither None (forever) nor a number of seconds >= 0")
     return min(FOREVER_NS, time.monotonic_ns() + round(min(timeout, 1e9) * 1e9))
 
 
