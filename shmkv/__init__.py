@@ -2,15 +2,15 @@
 
 `create` a buffer in one process, `attach` to it by name in others, `insert` or `reserve` under a prompt's token ids,
 `drop_select` or `select` by them. See README.md.
+
+Names are loaded on first use: looking into a segment must not cost the import of torch.
 """
 
 from __future__ import annotations
 
-import re
-import time
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from . import segment as _segment
-from .buffer import KVBuffer, Stats
 from .errors import (
     ArenaFull,
     Cancelled,
@@ -34,15 +34,14 @@ from .errors import (
     TooLarge,
     TransportUnavailable,
 )
-from .handles import Hit, Miss, Reserved
-from .keys import Key, key
-from .layout import PAGE_BYTES, Geometry, Header, Layout
-from .recovery import rebuild as _rebuild
-from .signals import Signal, SignalKind
-from .sync import deadline as _deadline
-from .sync import passed as _passed
-from .tables import Tables as _Tables
-from .tensors import Spec
+
+if TYPE_CHECKING:
+    from .buffer import KVBuffer, Stats
+    from .handles import Hit, Miss, Reserved
+    from .keys import Key, key
+    from .opening import attach, create
+    from .signals import Signal, SignalKind
+    from .tensors import Spec
 
 __version__ = "0.1.0"
 __all__ = [
@@ -53,72 +52,19 @@ __all__ = [
     "key",
 ]
 
-_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4,
-          "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+_HOMES = {
+    "KVBuffer": "buffer", "Stats": "buffer", "Hit": "handles", "Miss": "handles", "Reserved": "handles",
+    "Key": "keys", "key": "keys", "attach": "opening", "create": "opening", "Signal": "signals",
+    "SignalKind": "signals", "Spec": "tensors",
+}
 
 
-def create(name: str | None = None, *, capacity: int | str = "1GiB", meta_capacity: int | str | None = None,
-           slots: int = 4096, leases: int | None = None, peers: int = 64, waits: int = 256, role: str = "",
-           exist_ok: bool = False) -> KVBuffer:
-    """Create a buffer and attach to it. The creator's close() (and exit) removes the name.
-
-    `name`: 1 to 180 characters of A-Z a-z 0-9 . _ -; None makes a fresh one (read it from `.name`). `capacity`: bytes
-    of tensors, an int or a text like "8GiB"; all of it is reserved and touched now. `meta_capacity`: bytes of token ids
-    and tensor descriptors (default: 4 MiB and 512 bytes a slot). `slots`: entries at most; `leases`: entries held at
-    once; `peers`: handles attached at once; `waits`: threads waiting at once. `role`: a text of 32 bytes for those who
-    look into the buffer. `exist_ok`: attach if the name exists already.
-
-    Raises InvalidName, InvalidArgument, SegmentExists, StorageFull (naming the bytes needed and free).
-    """
-    if exist_ok and name is not None:
-        try:
-            return attach(name, role=role)
-        except NoSuchSegment:
-            pass
-    geometry = Geometry(
-        slots=slots, peers=peers, leases=leases if leases is not None else slots + 64, waits=waits, ring=256,
-        journal=1024, meta_bytes=_pages(meta_capacity if meta_capacity is not None else (4 << 20) + 512 * slots),
-        arena_bytes=_pages(capacity))
-    shared = _segment.create(name if name is not None else _segment.fresh_name(), Layout(geometry))
-    tables = _Tables(shared)
-    shared.words[Header.next_sequence] = 1
-    _rebuild(tables)
-    buffer = KVBuffer(shared, role, tables)
-    try:
-        _segment.publish(shared)
-    except SegmentExists:
-        shared.created = False
-        buffer.close()
-        if exist_ok and name is not None:
-            return attach(name, role=role)
-        raise
-    return buffer
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    return value
 
 
-def attach(name: str, *, role: str = "", timeout: float | None = 0.0) -> KVBuffer:
-    """Attach to an existing buffer by name; waits up to `timeout` seconds for it to appear.
-
-    Raises InvalidName, NoSuchSegment, NotOurs, FormatMismatch, SegmentBroken, TableFull (no peer record is free).
-    """
-    until = _deadline(timeout)
-    while True:
-        try:
-            return KVBuffer(_segment.attach(name), role)
-        except NoSuchSegment:
-            if _passed(until):
-                raise
-            time.sleep(0.005)
-
-
-def _pages(capacity: int | str) -> int:
-    return -(-_bytes(capacity) // PAGE_BYTES) * PAGE_BYTES
-
-
-def _bytes(capacity: int | str) -> int:
-    if isinstance(capacity, int) and not isinstance(capacity, bool) and capacity >= 0:
-        return capacity
-    text = capacity.strip().lower() if isinstance(capacity, str) else ""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text)
-    if found is None or found[2] not in _UNITS:
-        raise InvalidArgument(f"{capacity!r} is not a number of bytes", hint='write it as 8 << 30 or "8GiB"')
-    return int(float(found[1]) * _UNITS[found[2]])
+def __dir__() -> list[str]:
+    return __all__

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from . import recovery, segment, starvation, sync, tensors
 from .entries import EntryState
@@ -24,6 +22,9 @@ from .tables import Tables
 from .tensors import Spec
 from .transport import PRIVATE, READONLY
 from .transport.host import HostTransport
+
+if TYPE_CHECKING:
+    import torch
 
 MATCHES = ("exact", "prefix", "overlap")
 ON_FULL = ("wait", "evict", "error")

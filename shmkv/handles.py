@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from . import keys, tensors
+from . import namespace as namespaces
 from .entries import meta_parts
 from .errors import Cancelled, ClosedError, InvalidTensor
 from .leases import Outcome
@@ -20,6 +21,9 @@ from .session import Session
 from .store import Grant
 from .sync import deadline
 from .transport import PRIVATE, READONLY, Transport
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Miss:
@@ -43,7 +47,7 @@ class Miss:
         return f"<shmkv.Miss: {self.reason}>"
 
 
-class Hit(Mapping[str, torch.Tensor]):
+class Hit(Mapping[str, "torch.Tensor"]):
     """An entry that was found: a mapping of tensor names to tensors, truthy, usable in `with`.
 
     The tensors are views of the entry's bytes. By default writes to them stay in this process; with `readonly=True` a
@@ -110,7 +114,7 @@ class Hit(Mapping[str, torch.Tensor]):
     @property
     def namespace(self) -> dict:
         """The namespace the entry was inserted under."""
-        return keys.decode_namespace(bytes(keys.split(self._meta[:self._header[0]])[0]))
+        return namespaces.decode_namespace(bytes(keys.split(self._meta[:self._header[0]])[0]))
 
     def copy(self) -> dict[str, torch.Tensor]:
         """Private copies of all tensors; they keep nothing in the segment."""
@@ -178,7 +182,7 @@ class Hit(Mapping[str, torch.Tensor]):
         self._lifeline.drop_handle()
 
 
-class Reserved(Mapping[str, torch.Tensor]):
+class Reserved(Mapping[str, "torch.Tensor"]):
     """A producer's entry in the making: tensors to write into, sealed on leaving the block, aborted on an exception.
 
     Do not write to the tensors after sealing: consumers see the same bytes. The entry's bytes stay in use as long as

@@ -6,7 +6,6 @@ tokens".
 """
 
 import array
-import math
 import operator
 import struct
 import sys
@@ -16,16 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from shmkv.errors import InvalidNamespace, InvalidTokens, SegmentBroken
+from shmkv.errors import InvalidTokens, SegmentBroken
+from shmkv.namespace import head, show
 
 TOKEN_LIMIT = 2**32
-NAMESPACE_MAX_BYTES = 1 << 20
-NAMESPACE_MAX_DEPTH = 32
 
 _WORD = struct.Struct("=I")
-_FLOAT = struct.Struct("=d")
 _EDGE_BYTES = 2048
-_NO_NAMESPACE = _WORD.pack(0)
 
 
 class Key:
@@ -88,7 +84,7 @@ def key(tokens: Any, *, roi: Any = None, namespace: Mapping | None = None) -> Ke
     tokens     1-D and not empty, each from 0 to 4294967295, exact by value: list, tuple, range, NumPy or torch integers
                of any width, byte order and stride, or a buffer of integers. A Key is returned as it is.
     roi        boolean mask of the tokens' length; the key is the selected tokens, and all tokens travel with it
-    namespace  mapping of all else that shaped the payload (see `encode_namespace`); None equals {}
+    namespace  mapping of all else that shaped the payload (see `namespace.encode_namespace`); None equals {}
 
     Raises InvalidTokens naming the first bad token and its position (or the bad roi), InvalidNamespace.
     """
@@ -97,14 +93,14 @@ def key(tokens: Any, *, roi: Any = None, namespace: Mapping | None = None) -> Ke
             raise InvalidTokens("tokens is a Key already: give roi and namespace where it is made", hint="shmkv.key()")
         return tokens
     words = _token_words(tokens)
-    head = _head(namespace)
+    start = head(namespace)
     if roi is None:
-        return Key(head + words)
+        return Key(start + words)
     mask = _mask(roi, len(words) // 4)
     selected = np.frombuffer(words, np.uint32)[mask].tobytes()
     if not selected:
         raise InvalidTokens("roi selects no token", hint="select at least one token")
-    return Key(head + selected, mask.tobytes(), words)
+    return Key(start + selected, mask.tobytes(), words)
 
 
 def split(data):
@@ -165,7 +161,7 @@ def _words_of_array(tokens: np.ndarray) -> bytes:
     if tokens.ndim != 1:
         raise InvalidTokens(f"tokens has {tokens.ndim} dimensions, not 1 (shape {tokens.shape})")
     if dtype.kind not in "iu":
-        first = f", token 0 is {_show(tokens[0])}" if len(tokens) else ""
+        first = f", token 0 is {show(tokens[0])}" if len(tokens) else ""
         raise InvalidTokens(f"tokens is of type {dtype}, not of an integer type{first}")
     if not len(tokens):
         raise _no_tokens()
@@ -194,7 +190,7 @@ def _as_array(value: Any, what: str) -> np.ndarray:
     try:
         return np.asarray(memoryview(value))
     except (TypeError, ValueError, BufferError):
-        raise InvalidTokens(f"{what} is {_show(value)} of type {type(value).__name__}") from None
+        raise InvalidTokens(f"{what} is {show(value)} of type {type(value).__name__}") from None
 
 
 def _tensor_as_array(tensor: Any, what: str) -> np.ndarray:
@@ -210,22 +206,16 @@ def _first_bad_token(numbered_tokens: Iterable[tuple[int, Any]]) -> InvalidToken
         try:
             value = operator.index(token)
         except Exception:
-            return InvalidTokens(f"token {at} is {_show(token)} of type {type(token).__name__}, not an integer")
+            return InvalidTokens(f"token {at} is {show(token)} of type {type(token).__name__}, not an integer")
         if isinstance(token, bool) or "bool" in str(getattr(token, "dtype", "")):
-            return InvalidTokens(f"token {at} is {_show(token)}, a bool and not an integer")
+            return InvalidTokens(f"token {at} is {show(token)}, a bool and not an integer")
         if not 0 <= value < TOKEN_LIMIT:
-            return InvalidTokens(f"token {at} is {_show(value)}, {'negative' if value < 0 else 'above 4294967295'}")
+            return InvalidTokens(f"token {at} is {show(value)}, {'negative' if value < 0 else 'above 4294967295'}")
     return None
 
 
 def _no_tokens() -> InvalidTokens:
     return InvalidTokens("tokens is empty", hint="an entry needs at least one token id")
-
-
-def _show(value: Any) -> str:
-    # hex where decimal could be long: str() of an int refuses more than 4300 digits
-    text = hex(value) if isinstance(value, int) and abs(value) >> 128 else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 # ---------------------------------------------------------------- roi
@@ -245,174 +235,5 @@ def _mask(roi: Any, n_tokens: int) -> np.ndarray:
 def _mask_of_sequence(roi: list | tuple) -> np.ndarray:
     if not set(map(type, roi)) <= {bool, np.bool_}:
         at, value = next((at, value) for at, value in enumerate(roi) if type(value) not in (bool, np.bool_))
-        raise InvalidTokens(f"roi {at} is {_show(value)}, not a bool", hint="roi is a mask, not positions")
+        raise InvalidTokens(f"roi {at} is {show(value)}, not a bool", hint="roi is a mask, not positions")
     return np.array(roi, dtype=bool)
-
-
-# ---------------------------------------------------------------- namespace
-
-def encode_namespace(namespace: Mapping | None) -> bytes:
-    """Canonical bytes of a namespace: the same in every process, and equal only for equal namespaces of equal types.
-
-    Values: str, bytes, int of any size, float (by its bits, so 0.0 and -0.0 differ), bool, None, list, mapping with
-    str keys. 1, 1.0, True, "1" and b"1" all differ; a tuple equals a list; the order of keys does not count; None
-    equals {}.
-
-    Raises InvalidNamespace naming the value: NaN, another type, deeper than 32 levels, more than 1 MiB in all.
-    """
-    return _head(namespace)[4:]
-
-
-def decode_namespace(data) -> dict:
-    """The namespace of `encode_namespace`'s bytes. Raises SegmentBroken for any other bytes."""
-    data = bytes(data)
-    if not data:
-        return {}
-    if len(data) % 4 or len(data) > NAMESPACE_MAX_BYTES:
-        raise SegmentBroken(f"a namespace of {len(data)} bytes")
-    namespace, end = _decode(data, 0, NAMESPACE_MAX_DEPTH)
-    if not namespace or not isinstance(namespace, dict) or data[end:] not in (b"", b"\0", b"\0\0", b"\0\0\0"):
-        raise SegmentBroken("a namespace is one mapping, zero-padded to words")
-    return namespace
-
-
-def _head(namespace: Mapping | None) -> bytes:
-    """The words of a key before its tokens."""
-    if namespace is None:
-        return _NO_NAMESPACE
-    if not isinstance(namespace, Mapping):
-        raise InvalidNamespace(f"namespace is {_show(namespace)} of type {type(namespace).__name__}, not a mapping")
-    if not namespace:
-        return _NO_NAMESPACE
-    parts: list[bytes] = []
-    _encode(namespace, "namespace", NAMESPACE_MAX_DEPTH, parts)
-    data = b"".join(parts)
-    n_words = (len(data) + 3) // 4
-    if 4 * n_words > NAMESPACE_MAX_BYTES:
-        raise InvalidNamespace(f"namespace takes {len(data)} bytes, more than {NAMESPACE_MAX_BYTES}")
-    return _WORD.pack(n_words) + data.ljust(4 * n_words, b"\0")
-
-
-def _encode(value: Any, where: str, depth: int, parts: list[bytes]) -> None:
-    """Append one value: a letter for its type, then nothing, 8 bytes, or a count and what it counts."""
-    if isinstance(value, bool):
-        parts.append(b"T" if value else b"F")
-    elif value is None:
-        parts.append(b"N")
-    elif isinstance(value, str):
-        _append_counted(b"s", _utf8(value, where), parts)
-    elif isinstance(value, int):
-        value = int(value)
-        _append_counted(b"i", value.to_bytes(_int_bytes(value), "little", signed=True), parts)
-    elif isinstance(value, float):
-        if math.isnan(value):
-            raise InvalidNamespace(f"{where} is NaN, which equals nothing")
-        parts.append(b"f" + _FLOAT.pack(value))
-    elif isinstance(value, (bytes, bytearray)):
-        _append_counted(b"b", bytes(value), parts)
-    elif isinstance(value, (list, tuple, Mapping)):
-        if depth == 0:
-            raise InvalidNamespace(f"{where[:60]} is deeper than {NAMESPACE_MAX_DEPTH} levels")
-        append = _append_mapping if isinstance(value, Mapping) else _append_list
-        append(value, where, depth - 1, parts)
-    else:
-        raise InvalidNamespace(f"{where} is {_show(value)} of type {type(value).__name__}")
-
-
-def _append_counted(tag: bytes, payload: bytes, parts: list[bytes]) -> None:
-    if len(payload) > NAMESPACE_MAX_BYTES:
-        raise InvalidNamespace(f"a namespace value of {len(payload)} bytes, more than {NAMESPACE_MAX_BYTES}")
-    parts += tag, _WORD.pack(len(payload)), payload
-
-
-def _append_list(values: list | tuple, where: str, depth: int, parts: list[bytes]) -> None:
-    parts += b"l", _WORD.pack(len(values))
-    for at, value in enumerate(values):
-        _encode(value, f"{where}[{at}]", depth, parts)
-
-
-def _append_mapping(mapping: Mapping, where: str, depth: int, parts: list[bytes]) -> None:
-    for name in mapping:
-        if not isinstance(name, str):
-            raise InvalidNamespace(f"{where} has the key {_show(name)} of type {type(name).__name__}, not a str")
-    items = sorted((_utf8(name, where), name) for name in mapping)
-    parts += b"m", _WORD.pack(len(items))
-    for encoded, name in items:
-        parts += _WORD.pack(len(encoded)), encoded
-        _encode(mapping[name], f"{where}[{name!r}]", depth, parts)
-
-
-def _utf8(text: str, where: str) -> bytes:
-    try:
-        return str.encode(text)
-    except UnicodeEncodeError:
-        raise InvalidNamespace(f"{where} holds {_show(text)}, which is no valid Unicode") from None
-
-
-def _decode(data: bytes, at: int, depth: int) -> tuple[Any, int]:
-    """(value, where it ends) of the value that `_encode` wrote at `at`; only the canonical form passes."""
-    tag, at = data[at : at + 1], at + 1
-    if tag in _CONSTANTS:
-        return _CONSTANTS[tag], at
-    if tag in (b"l", b"m") and depth > 0:
-        return (_decode_list if tag == b"l" else _decode_mapping)(data, at, depth - 1)
-    if tag == b"f":
-        payload, at = _taken(data, at, 8)
-        value = _FLOAT.unpack(payload)[0]
-        canonical = not math.isnan(value)
-    elif tag in (b"s", b"b", b"i"):
-        payload, at = _taken(data, at + 4, _count(data, at))
-        value = _COUNTED[tag](payload)
-        canonical = tag != b"i" or len(payload) == _int_bytes(value)
-    else:
-        raise SegmentBroken(f"namespace byte {at - 1} is {tag!r}: no type, or too deep, or past the end")
-    if not canonical:
-        raise SegmentBroken(f"a namespace value that ends at byte {at} is not in canonical form")
-    return value, at
-
-
-def _decode_list(data: bytes, at: int, depth: int) -> tuple[list, int]:
-    values = []
-    n_values, at = _count(data, at), at + 4
-    for _ in range(n_values):  # each takes a byte or raises, so the data's length bounds this
-        value, at = _decode(data, at, depth)
-        values.append(value)
-    return values, at
-
-
-def _decode_mapping(data: bytes, at: int, depth: int) -> tuple[dict, int]:
-    mapping: dict = {}
-    n_items, at, last = _count(data, at), at + 4, None
-    for _ in range(n_items):
-        encoded, at = _taken(data, at + 4, _count(data, at))
-        if last is not None and encoded <= last:
-            raise SegmentBroken(f"namespace keys out of order before byte {at}")
-        last = encoded
-        mapping[_text(encoded)], at = _decode(data, at, depth)
-    return mapping, at
-
-
-def _taken(data: bytes, at: int, n_bytes: int) -> tuple[bytes, int]:
-    if n_bytes > len(data) - at:
-        raise SegmentBroken(f"namespace ends within the {n_bytes} bytes at {at}")
-    return data[at : at + n_bytes], at + n_bytes
-
-
-def _count(data: bytes, at: int) -> int:
-    return _WORD.unpack(_taken(data, at, 4)[0])[0]
-
-
-def _text(encoded: bytes) -> str:
-    try:
-        return encoded.decode()
-    except UnicodeDecodeError:
-        raise SegmentBroken("a namespace text that is no UTF-8") from None
-
-
-def _int_bytes(value: int) -> int:
-    """Fewest bytes of two's complement that hold `value`."""
-    return (value if value >= 0 else ~value).bit_length() // 8 + 1
-
-
-_CONSTANTS = {b"N": None, b"T": True, b"F": False}
-_COUNTED = {b"s": _text, b"b": bytes, b"i": lambda payload: int.from_bytes(payload, "little", signed=True)}

@@ -193,8 +193,8 @@ def residue() -> set[str]:
     """What of segments this process has now: names in /dev/shm that it made, descriptors, mappings."""
     gc.collect()
     marks = (f"shmkv.t{os.getpid()}-", f"shmkv.kv-{os.getpid()}-")
-    names = {f"/dev/shm/{name}" for name in os.listdir(segment.DIRECTORY) if name.removeprefix("sem.").startswith(marks)}
-    return names | _descriptors() | _mappings()
+    names = {name for name in os.listdir(segment.DIRECTORY) if name.removeprefix("sem.").startswith(marks)}
+    return {f"{segment.DIRECTORY}/{name}" for name in names} | _descriptors() | _mappings()
 
 
 def _descriptors() -> set[str]:

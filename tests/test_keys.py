@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 import shmkv.keys
 from shmkv.errors import InvalidNamespace, InvalidTokens, SegmentBroken
-from shmkv.keys import Key, decode_namespace, encode_namespace, key, split
+from shmkv.keys import Key, key, split
+from shmkv.namespace import decode_namespace, encode_namespace
 
 TOKENS = [0, 1, 2, 127, 1, 0, 99]
 token_ids = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40)
