@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +43,7 @@ class KVBuffer:
     def __init__(self, shared: segment.Segment, role: str, tables: Tables | None = None):
         self._session = Session(shared, role, tables)
         self._transport = HostTransport(shared)
+        self._reading = threading.Lock()
         self.name = shared.name
 
     # ------------------------------------------------------------ producing
@@ -111,7 +114,8 @@ class KVBuffer:
         if not ring.pending(session.index) and timeout != 0:
             session.wait(lambda place: ring.pending(session.index) or None, until,
                          lambda place: place.announce(WaitKind.SIGNAL, until))
-        return ring.read(session.index)
+        with self._reading:
+            return ring.read(session.index)
 
     # ------------------------------------------------------------ looking after it
 
@@ -235,7 +239,11 @@ class KVBuffer:
         entries = self._session.tables.entries
         hit.fill(grant, self._session.store.meta_of(grant.slot).tobytes(), entries.sizes(grant.slot))
         if copy:
-            hit.detach()
+            try:
+                hit.detach()
+            except BaseException:
+                hit.release(returned=True)
+                raise
         return hit
 
 
@@ -281,7 +289,7 @@ def _no_room(tables: Tables, request: Request, timeout: float | None, at_once: b
 
 
 def _request(wanted: Key, placed: list[tensors.Placed], payload_bytes: int, ttl: float | None) -> Request:
-    if ttl is not None and not 0 < ttl < 1e9:
+    if ttl is not None and not (isinstance(ttl, Real) and 0 < ttl < 1e9):
         raise InvalidArgument(f"ttl={ttl!r} is neither None (never) nor a number of seconds > 0")
     run_bytes = -(-payload_bytes // PAGE_BYTES) * PAGE_BYTES
     return Request(wanted, tensors.encode(placed), len(placed), sum(tensor.nbytes for tensor in placed), run_bytes,

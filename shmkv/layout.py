@@ -226,8 +226,8 @@ class Geometry:
     def check(self) -> Geometry:
         for field in fields(self):
             value, (low, high) = getattr(self, field.name), self.LIMITS[field.name]
-            if not low <= value <= high:
-                raise InvalidArgument(f"{field.name}={value} is not between {low} and {high}")
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise InvalidArgument(f"{field.name}={value!r} is not a whole number from {low} to {high}")
             if field.name.endswith("_bytes") and value % PAGE_BYTES:
                 raise InvalidArgument(f"{field.name}={value} is not a multiple of {PAGE_BYTES}")
         if self.ring & (self.ring - 1):

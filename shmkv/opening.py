@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import time
 
-from . import segment
+from . import residue, segment
 from .buffer import KVBuffer
-from .errors import InvalidArgument, NoSuchSegment, SegmentExists
+from .errors import InvalidArgument, NoSuchSegment, SegmentExists, ShmkvError
 from .layout import PAGE_BYTES, Geometry, Header, Layout
 from .recovery import rebuild
+from .segment import log
 from .sync import deadline, passed
 from .tables import Tables
 
@@ -28,6 +29,8 @@ def create(name: str | None = None, *, capacity: int | str = "1GiB", meta_capaci
     once; `peers`: handles attached at once; `waits`: threads waiting at once. `role`: a text of 32 bytes for those who
     look into the buffer. `exist_ok`: attach if the name exists already.
 
+    A segment of this name whose peers are all dead is replaced (with `exist_ok`, its entries are taken over instead).
+
     Raises InvalidName, InvalidArgument, SegmentExists, StorageFull (naming the bytes needed and free).
     """
     if exist_ok and name is not None:
@@ -35,6 +38,11 @@ def create(name: str | None = None, *, capacity: int | str = "1GiB", meta_capaci
             return attach(name, role=role)
         except NoSuchSegment:
             pass
+    if name is not None:
+        name = segment.clean_name(name)
+        _clear_way(name)
+    if not isinstance(slots, int):
+        raise InvalidArgument(f"slots={slots!r} is not a whole number")
     geometry = Geometry(
         slots=slots, peers=peers, leases=leases if leases is not None else slots + 64, waits=waits, ring=256,
         journal=1024, meta_bytes=_pages(meta_capacity if meta_capacity is not None else (4 << 20) + 512 * slots),
@@ -63,11 +71,29 @@ def attach(name: str, *, role: str = "", timeout: float | None = 0.0) -> KVBuffe
     until = deadline(timeout)
     while True:
         try:
-            return KVBuffer(segment.attach(name), role)
+            return _attach(name, role)
         except NoSuchSegment:
             if passed(until):
                 raise
             time.sleep(0.005)
+
+
+def _attach(name: str, role: str) -> KVBuffer:
+    shared = segment.attach(name)
+    buffer = KVBuffer(shared, role)
+    if shared.words[Header.unlinked]:
+        buffer.close()
+        raise NoSuchSegment(f"segment {name!r} was removed by its owner just now")
+    return buffer
+
+
+def _clear_way(name: str) -> None:
+    """Remove a segment of this name that dead processes left; a living one is for `segment.create` to refuse."""
+    try:
+        if residue.remove_abandoned(name):
+            log.info("removed the abandoned segment %r: all its peers are dead", name)
+    except ShmkvError:
+        pass
 
 
 def _pages(capacity: int | str) -> int:

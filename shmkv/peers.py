@@ -85,13 +85,14 @@ class Peers:
         return self._records[index]
 
     def attached(self) -> Iterator[int]:
-        for index, at in enumerate(self._records):
-            if self._words[at] == ATTACHED:  # SYNC POINT peer-attached (load)
+        states = self._words[self._records.start:self._records.stop:self._records.step]
+        for index, state in enumerate(states):
+            if state == ATTACHED:  # SYNC POINT peer-attached (load)
                 yield index
 
     def alive(self, index: int) -> bool:
         """What the kernel says of the holder of this record. (Asked through a description that holds nothing.)"""
-        return not _ofd_lock(self._segment.fd, self._byte(index), fcntl.F_OFD_GETLK)
+        return liveness_held(self._segment.fd, self._byte(index))
 
     def dead(self) -> list[int]:
         """Records whose holder is gone."""
@@ -261,6 +262,11 @@ class Place:
     def __del__(self) -> None:
         if hasattr(self, "_bell_name"):
             self.retire()
+
+
+def liveness_held(fd: int, byte: int) -> bool:
+    """Whether anybody holds this byte of the file, asked through a description that holds nothing."""
+    return not _ofd_lock(fd, byte, fcntl.F_OFD_GETLK)
 
 
 def _ofd_lock(fd: int, byte: int, command: int) -> bool:

@@ -108,6 +108,7 @@ class Session:
 
     def end_now(self) -> None:
         """At an orderly exit of the process: nothing will look at a view again, so release all, then leave."""
+        self.segment.unlink()
         for lifeline in list(self._lifelines):
             lifeline.cut()
         self.close()

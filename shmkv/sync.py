@@ -35,6 +35,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from numbers import Real
 from typing import Protocol, TypeVar
 
 import posix_ipc
@@ -347,7 +348,7 @@ def deadline(timeout: float | None) -> int:
     """The monotonic time in ns at which `timeout` seconds are over; None means forever."""
     if timeout is None:
         return FOREVER_NS
-    if not timeout >= 0:
+    if not isinstance(timeout, Real) or not timeout >= 0:
         raise InvalidArgument(f"timeout={timeout!r} is neither None (forever) nor a number of seconds >= 0")
     return min(FOREVER_NS, time.monotonic_ns() + round(min(timeout, 1e9) * 1e9))
 
