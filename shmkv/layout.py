@@ -220,7 +220,7 @@ class Geometry:
 
     LIMITS: ClassVar[dict[str, tuple[int, int]]] = {
         "slots": (1, 1 << 22), "peers": (1, 4096), "leases": (1, 1 << 22), "waits": (1, 65536),
-        "ring": (1, 65536), "journal": (1, 1 << 20), "meta_bytes": (PAGE_BYTES, 1 << 42), "arena_bytes": (0, 1 << 46),
+        "ring": (1, 65536), "journal": (1, 1 << 20), "meta_bytes": (PAGE_BYTES, 1 << 42), "arena_bytes": (PAGE_BYTES, 1 << 46),
     }
 
     def check(self) -> Geometry:
@@ -237,18 +237,16 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """One stretch of the segment: `at` and `nbytes` in bytes; `stride` words a record (0: an array or raw bytes)."""
+    """One stretch of the segment: `at` and `nbytes` in bytes, `word` the same as `at` in words; `stride` words a record
+    (0: an array or raw bytes)."""
 
     name: str
     at: int
     nbytes: int
     count: int
     stride: int
-    record: type[Record] | None = None
-
-    @property
-    def word(self) -> int:
-        return self.at // WORD_BYTES
+    record: type[Record] | None
+    word: int
 
 
 class Layout:
@@ -279,7 +277,7 @@ class Layout:
 
     def _add(self, name: str, nbytes: int, count: int, stride: int, record: type[Record] | None) -> Area:
         at = self.areas[-1].at + self.areas[-1].nbytes if self.areas else 0
-        area = Area(name, at, -(-nbytes // PAGE_BYTES) * PAGE_BYTES, count, stride, record)
+        area = Area(name, at, -(-nbytes // PAGE_BYTES) * PAGE_BYTES, count, stride, record, at // WORD_BYTES)
         self.areas.append(area)
         return area
 

@@ -248,10 +248,9 @@ class PrefixOrder:
         longest = max(left, right)
         if longest < least:
             return None
-        if left == longest:  # only then can an entry be just the shared prefix: it would stand before the query
-            exact = self._longest_prefix(query, rank, left, longest)
-            if exact:
-                return exact
+        exact = self._longest_prefix(query, rank, left, longest)  # it would stand before the query
+        if exact:
+            return exact
         ranks = [at for at, shared in ((rank - 1, left), (rank, right)) if shared == longest]
         return self._slot(min(ranks, key=lambda at: self._sequence_of(self._order[at]))), longest
 

@@ -156,13 +156,25 @@ def test_the_run_freed_last_is_used_first():
 
 
 @pytest.mark.parametrize("neighbour", [4, 6])
-def test_the_warm_end_of_a_hole_is_used_first(neighbour):
+def test_the_warm_end_of_a_hole_is_used_first_then_the_best_fit(neighbour):
     arena = empty_arena()
     runs = in_use(arena, 10, 640)
+    arena.free(runs[0], 64)  # one unit: the best fit for all that follows
     arena.free(runs[neighbour], 640)
     arena.free(runs[5], 640)
-    taken = [arena.allocate(64) for _ in range(10)]
-    assert sorted(taken) == list(range(runs[5], runs[6], 64)), "the rest of a warm run is as warm"
+    warm = [arena.allocate(64) for _ in range(10)]
+    assert sorted(warm) == list(range(runs[5], runs[6], 64)), "the rest of a warm run is as warm"
+    if neighbour == 4:  # the warm run is used up; what is left of its hole is as cold as any other
+        assert arena.allocate(64) == runs[0]
+
+
+def test_a_run_amid_free_neighbours_does_not_split_their_hole():
+    arena = empty_arena()
+    runs = in_use(arena, 10, 640)
+    for i in (4, 6, 5):
+        arena.free(runs[i], 640)
+    assert arena.allocate(64) == runs[4] and arena.n_holes == 1
+    assert arena.allocate(64) == runs[4] + 64
 
 
 @pytest.mark.parametrize("n", [FEW_HOLES - 5, FEW_HOLES + 15])
@@ -260,8 +272,8 @@ def test_a_hole_beyond_the_capacity_is_never_handed_out():
     memory = Memory(640, 64)
     arena = memory.arena()
     arena.rebuild([])
-    for start, length in ((5, 10), (1 << 60, 1), (0, 11)):
-        memory.starts[0], memory.lengths[0] = start, length
+    for start, length, free in ((5, 10, 10), (1 << 60, 1, 10), (0, 11, 11), (0, 10, 9)):
+        memory.starts[0], memory.lengths[0], memory.words[AT + FREE_UNITS] = start, length, free
         with pytest.raises(SegmentBroken):
             arena.allocate(64)
 

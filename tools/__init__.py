@@ -1,0 +1,1 @@
+"""The programs of shmkv: the `shmkv` command and what it runs."""
