@@ -65,11 +65,14 @@ class Session:
         if result is not None or sync.passed(deadline_ns):
             return result
         place = self._place(deadline_ns)
-        announce(place)
         try:
+            announce(place)
             return sync.wait(lambda: self.run(lambda: look(place), deadline_ns), deadline_ns, place, self._next_change)
         finally:
-            place.withdraw()
+            try:  # an interrupt may hit the first withdrawal; a thread on record as waiting that is not would mislead
+                place.withdraw()
+            finally:
+                place.withdraw()
 
     def lifeline(self) -> Lifeline:
         """A lifeline for a lease about to be claimed."""
@@ -101,10 +104,12 @@ class Session:
         self._send_waiters_home()
         for place in list(self._places):
             place.retire()
-        left = self._enter(self.store.leave, sync.deadline(10))
-        self.lock.close()
-        if left or not self._lifelines:
-            self._let_go()
+        try:
+            self._enter(self.store.leave, sync.deadline(10))
+        finally:  # if the lock could not be had, the kernel tells the others that this peer is gone
+            self.lock.close()
+            if not self._lifelines:
+                self._let_go()
 
     def end_now(self) -> None:
         """At an orderly exit of the process: nothing will look at a view again, so release all, then leave."""

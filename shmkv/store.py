@@ -138,17 +138,16 @@ class Store:
         self.news.left(peer)
         peers.clear(peer)
 
-    def leave(self) -> bool:
-        """End this handle's attachment; False if leases of its views still need it (then death of the last ends it)."""
+    def leave(self) -> None:
+        """End this handle's attachment; if leases of its views still need it, the end of the last one does that."""
         self._mutate()
         peer, words = self._my_index(), self.words
         words[self.tables.peers.at(peer) + Peer.closed] = 1
         self.tables.waits.clear_peer(peer)
         if any(words[self._leases.at(index) + Lease.peer] == peer for index in self._leases.held()):
             self.news.left(peer)
-            return False
-        self.bury(peer)
-        return True
+        else:
+            self.bury(peer)
 
     def _mutate(self) -> None:
         mutation = self.words[Header.mutation]

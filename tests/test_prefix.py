@@ -209,6 +209,16 @@ def test_sharing_only_the_namespace_is_no_match():
     assert table.order.find(NAMESPACES[0] + b"aaaabbbbcccc", "prefix", 12, START) is None
 
 
+@pytest.mark.parametrize("older", [0, 1])
+def test_overlap_takes_the_older_neighbour(older):
+    table = Table()
+    for slot, key in enumerate((b"aaaabbbb", b"aaaadddd")):
+        table.add(slot, NAMESPACES[0] + key, slot != older)
+    assert table.order.find(NAMESPACES[0] + b"aaaacccc", "overlap", 0, START) == (older, START + 4)
+    table.add(2, NAMESPACES[0] + b"aaaa", 9)  # nothing but the shared prefix
+    assert table.order.find(NAMESPACES[0] + b"aaaacccc", "overlap", 0, START) == (2, START + 4)
+
+
 def test_near_names_the_neighbours_within_the_namespace():
     table = Table()
     assert table.order.near(NAMESPACES[0], START) == (None, 0, None, 0)

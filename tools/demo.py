@@ -5,7 +5,7 @@ inserts them; *decode*, which is already waiting for these tokens, takes the ent
 greedily; *alone* does everything itself, in the same steps. The generated ids have to be equal. Some prompts begin
 with a long document, whose entry is inserted once and shared: for these decode finds a prefix and computes the rest.
 
-Only one process computes at a time, so each has all cores and the times do not disturb each other. Hand-off: from the
+Only one process computes at a time, so each may use all cores and no time disturbs another. Hand-off: from the
 moment prefill seals the entry (or it is asked for, where it lay ready) until decode holds the tensors. Time to first
 token: from the same moment, and for *alone* from the bare prompt.
 """
@@ -61,7 +61,7 @@ class Worker:
 
         from shmkv_tools import models
 
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        torch.set_num_threads(1 if settings.model == "tiny" else len(os.sched_getaffinity(0)))
         torch.set_grad_enabled(False)
         self.settings, self.tell = settings, tell
         self.model = models.load(settings.model)
