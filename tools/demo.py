@@ -189,6 +189,8 @@ def run_prompt(team: Team, prompt: Prompt, document: list[int], document_is_in: 
 def run(arguments: argparse.Namespace, report) -> list[Row]:
     if find_spec("transformers") is None:
         raise DemoFailed("Transformers is not installed: pip install 'shmkv[hf]'")
+    # Threads that spin for each other crawl on a busy machine, and an idle process's disturb the one that computes.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     prompts = PROMPTS[: arguments.prompts]
     with shmkv.create(capacity=CAPACITY[arguments.model]) as buffer:
         settings = Settings(arguments.model, arguments.new_tokens, arguments.corrupt, buffer.name)
