@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from . import recovery, segment, starvation, sync, tensors
-from .entries import EntryState
+from .entries import EntryState, meta_parts
 from .errors import ArenaFull, InvalidArgument, ShmkvError, TimedOut, TooLarge
 from .handles import Hit, Miss, Reserved
 from .keys import Key, key
@@ -292,8 +292,11 @@ def _request(wanted: Key, placed: list[tensors.Placed], payload_bytes: int, ttl:
     if ttl is not None and not (isinstance(ttl, Real) and 0 < ttl < 1e9):
         raise InvalidArgument(f"ttl={ttl!r} is neither None (never) nor a number of seconds > 0")
     run_bytes = -(-payload_bytes // PAGE_BYTES) * PAGE_BYTES
-    return Request(wanted, tensors.encode(placed), len(placed), sum(tensor.nbytes for tensor in placed), run_bytes,
-                   round(ttl * 1e9) if ttl is not None else 0)
+    descriptors = tensors.encode(placed)
+    roi_tokens = len(wanted.roi) if wanted.roi is not None else 0
+    meta_bytes = meta_parts(len(wanted.data), roi_tokens, len(descriptors))[2]
+    return Request(wanted, descriptors, len(placed), sum([tensor.nbytes for tensor in placed]), run_bytes,
+                   round(ttl * 1e9) if ttl is not None else 0, roi_tokens, meta_bytes)
 
 
 def _check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:

@@ -93,7 +93,8 @@ class Hit(Mapping[str, "torch.Tensor"]):
         if returned and not self._released:
             self._lifeline.hold.outcome = Outcome.RETURNED
         self._released, self._tensors = True, None
-        self._lifeline.drop_handle()
+        if self._lifeline.drop_handle():
+            self._session.settle()
 
     @property
     def tokens(self) -> np.ndarray:

@@ -21,6 +21,7 @@ from shmkv.namespace import head, show
 TOKEN_LIMIT = 2**32
 
 _WORD = struct.Struct("=I")
+SHORT = 256  # tokens whose types are all looked at; above, NumPy finds those that need it
 _EDGE_BYTES = 2048
 
 
@@ -135,6 +136,8 @@ def _words_of_sequence(tokens: list | tuple) -> bytes:
         words = array.array("I", tokens)  # takes whatever has __index__, so no floats
     except Exception:  # a foreign __index__ raises what it likes
         raise _first_bad_token(enumerate(tokens)) or InvalidTokens("tokens changed while they were read") from None
+    if len(tokens) <= SHORT and set(map(type, tokens)) == {int}:
+        return words.tobytes()
     # bool has __index__ too, but is 0 or 1: only these need a look at the type
     suspects = np.flatnonzero(np.frombuffer(words, np.uint32) <= 1).tolist()
     looked_at = tokens if 4 * len(suspects) > len(tokens) else map(tokens.__getitem__, suspects)

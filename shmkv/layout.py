@@ -220,7 +220,8 @@ class Geometry:
 
     LIMITS: ClassVar[dict[str, tuple[int, int]]] = {
         "slots": (1, 1 << 22), "peers": (1, 4096), "leases": (1, 1 << 22), "waits": (1, 65536),
-        "ring": (1, 65536), "journal": (1, 1 << 20), "meta_bytes": (PAGE_BYTES, 1 << 42), "arena_bytes": (PAGE_BYTES, 1 << 46),
+        "ring": (1, 65536), "journal": (1, 1 << 20), "meta_bytes": (PAGE_BYTES, 1 << 42),
+        "arena_bytes": (PAGE_BYTES, 1 << 46),
     }
 
     def check(self) -> Geometry:

@@ -12,13 +12,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import util
 from typing import TypeVar
 
 from . import sync
-from .errors import ClosedError
+from .errors import ClosedError, ShmkvError
 from .layout import Header
 from .leases import Hold, Outcome
+from .news import Ring
 from .peers import Place, WaitKind
 from .segment import Segment, check_ours
 from .store import Store
@@ -94,6 +96,15 @@ class Session:
         if self.closed and not self._lifelines:
             self._let_go()
 
+    def settle(self) -> None:
+        """Free what was just released, unless others are inside: then they do it."""
+        if self.closed or self.segment.inherited:
+            return
+        with suppress(ShmkvError):  # the release stands; whatever is wrong, the next call of its own meets it too
+            entered = self.lock.run(functools.partial(self.store.section, bool), None)
+            if entered is not None:
+                self._ring(entered[1])
+
     def close(self) -> None:
         """Leave; leases that views still need stay, and the peer record with them. Idempotent."""
         if self.closed:
@@ -128,9 +139,13 @@ class Session:
 
     def _enter(self, body: Callable[[], T], deadline_ns: int) -> T:
         result, rings = self.lock.run(functools.partial(self.store.section, body), deadline_ns)
+        if rings:
+            self._ring(rings)
+        return result
+
+    def _ring(self, rings: list[Ring]) -> None:
         for kind, family, peer in rings:
             self.tables.waits.ring(kind, family=family, peer=peer)
-        return result
 
     def _place(self, deadline_ns: int) -> Place:
         place = getattr(self._here, "place", None)
@@ -170,8 +185,10 @@ class Lifeline:
     def drop_views(self) -> None:
         self._drop("views")
 
-    def drop_handle(self) -> None:
+    def drop_handle(self) -> bool:
+        """Whether that was the last need: the lease has ended."""
         self._drop("handle")
+        return not self._needs
 
     def settled(self) -> None:
         """The lease was ended under the lock already."""

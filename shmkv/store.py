@@ -51,14 +51,8 @@ class Request(NamedTuple):
     payload_bytes: int
     run_bytes: int
     ttl_ns: int
-
-    @property
-    def meta_bytes(self) -> int:
-        return meta_parts(len(self.key.data), self.roi_tokens, len(self.descriptors))[2]
-
-    @property
-    def roi_tokens(self) -> int:
-        return len(self.key.roi) if self.key.roi is not None else 0
+    roi_tokens: int
+    meta_bytes: int
 
 
 class Grant(NamedTuple):

@@ -91,11 +91,11 @@ class Lock:
         self._mine = threading.local()
         self._all: weakref.WeakSet[_Description] = weakref.WeakSet()
 
-    def run(self, body: Callable[[], T], deadline_ns: int) -> T:
+    def run(self, body: Callable[[], T], deadline_ns: int | None) -> T | None:
         """Run `body` inside the lock and return what it returns.
 
-        `deadline_ns` is monotonic; raises TimedOut when the lock could not be had by then (or within
-        LOCK_GRACE_NS, if that is later), ReentryError when this thread is inside already.
+        `deadline_ns` is monotonic; raises TimedOut when the lock could not be had by then (or within LOCK_GRACE_NS, if
+        that is later), ReentryError when this thread is inside already. With None it tries once (None: others hold it).
         """
         mine = getattr(self._mine, "description", None) or self._describe()
         inside, identity = _me.inside, self._identity
@@ -104,6 +104,8 @@ class Lock:
         try:
             inside[identity] = True
             if mine.lock():
+                if deadline_ns is None:
+                    return None
                 self._contend(mine, deadline_ns)
             return body()
         finally:
@@ -348,7 +350,7 @@ def deadline(timeout: float | None) -> int:
     """The monotonic time in ns at which `timeout` seconds are over; None means forever."""
     if timeout is None:
         return FOREVER_NS
-    if not isinstance(timeout, Real) or not timeout >= 0:
+    if not (isinstance(timeout, (float, int)) or isinstance(timeout, Real)) or not timeout >= 0:
         raise InvalidArgument(f"timeout={timeout!r} is neither None (forever) nor a number of seconds >= 0")
     return min(FOREVER_NS, time.monotonic_ns() + round(min(timeout, 1e9) * 1e9))
 

@@ -164,10 +164,9 @@ def copy_in(destination: torch.Tensor, placed: list[Placed], tensors: Mapping[st
     the run is too short.
     """
     sources = [_plain(tensors.get(tensor.name), tensor, destination) for tensor in placed]
-    with torch.no_grad():
-        for tensor, source in zip(placed, sources, strict=True):
-            if tensor.nbytes:
-                _copy(destination[tensor.offset : tensor.offset + tensor.nbytes], tensor, source)
+    for tensor, source in zip(placed, sources, strict=True):
+        if tensor.nbytes:
+            _copy(destination[tensor.offset : tensor.offset + tensor.nbytes], tensor, source)
 
 
 def view(base: torch.Tensor, placed: Placed) -> torch.Tensor:
@@ -192,6 +191,8 @@ def _plain(source: Any, tensor: Placed, destination: torch.Tensor) -> torch.Tens
             f"tensor {tensor.name!r} is {source.dtype} {tuple(source.shape)}, placed as {tensor.dtype} {tensor.shape}"
         )
     _check_fits(destination, tensor)
+    if type(source) is torch.Tensor and not source.requires_grad:
+        return source
     return source.detach().as_subclass(torch.Tensor)
 
 
@@ -200,13 +201,20 @@ def _copy(destination: torch.Tensor, tensor: Placed, source: torch.Tensor) -> No
         destination.view(tensor.dtype).as_strided(tensor.shape, tensor.strides).copy_(source)
     elif _same_layout(tensor, source.stride()):
         numel = tensor.nbytes // tensor.dtype.itemsize
-        destination.copy_(source.as_strided((numel,), (1,)).view(torch.uint8))
+        flat, widest = source.as_strided((numel,), (1,)), _widest(source, tensor.nbytes)
+        destination.view(widest).copy_(flat.view(widest))
     elif tensor.dtype == torch.complex128:  # no integer is as wide
         as_complex = destination.view(tensor.dtype).as_strided(tensor.shape, tensor.strides)
         torch.view_as_real(as_complex).view(torch.int64).copy_(torch.view_as_real(source).view(torch.int64))
     else:
         integer = _INTEGERS[tensor.dtype.itemsize]
         destination.view(integer).as_strided(tensor.shape, tensor.strides).copy_(source.view(integer))
+
+
+def _widest(source: torch.Tensor, nbytes: int) -> torch.dtype:
+    """The widest integer that the bytes are a whole row of: torch starts threads by the number of elements."""
+    offset = source.storage_offset() * source.dtype.itemsize
+    return torch.int64 if not (offset | nbytes) & 7 else torch.uint8
 
 
 def _same_layout(tensor: Placed, strides: tuple[int, ...]) -> bool:
@@ -228,9 +236,12 @@ def _described(name: str, source: Any) -> tuple[torch.dtype, tuple[int, ...], tu
     if isinstance(source, Spec):
         return source.dtype, source.shape, _contiguous(source.shape)[0]
     _check_tensor(name, source)
-    shape, strides = tuple(source.shape), tuple(source.stride())
+    shape = tuple(source.shape)
     contiguous = _checked_contiguous(shape, source.dtype)
-    if source.is_contiguous() or not _is_dense(shape, strides):
+    if source.is_contiguous():
+        return source.dtype, shape, contiguous
+    strides = tuple(source.stride())
+    if not _is_dense(shape, strides):
         return source.dtype, shape, contiguous
     numel = source.numel()
     return source.dtype, shape, tuple(min(stride, numel) for stride in strides)  # only a size of 1 can have more
@@ -240,6 +251,9 @@ def _check_tensor(name: str, source: Any) -> None:
     if not isinstance(source, torch.Tensor):
         hint = "torch.from_numpy(array)" if type(source).__module__ == "numpy" else "pass a torch.Tensor or shmkv.Spec"
         raise InvalidTensor(f"tensor {name!r} is a {type(source).__module__}.{type(source).__name__}", hint=hint)
+    if type(source) is torch.Tensor and source.is_cpu and source.layout is torch.strided and not source.is_nested:
+        if source.dtype in _CODES:
+            return  # what nearly all are, told in few steps
     reason, hint = _why_not(source)
     if reason:
         raise InvalidTensor(f"tensor {name!r} {reason}", hint=hint)
