@@ -15,7 +15,7 @@ from .errors import ArenaFull, InvalidArgument, ShmkvError, TimedOut, TooLarge
 from .handles import Hit, Miss, Reserved
 from .keys import Key, key
 from .layout import META_UNIT_BYTES, PAGE_BYTES, Counter, Peer
-from .leases import LeaseKind
+from .leases import LeaseKind, Outcome
 from .peers import Place, WaitKind
 from .session import Session
 from .signals import Signal
@@ -218,10 +218,13 @@ class KVBuffer:
         wanted = key(tokens, roi=roi, namespace=namespace)
         hit = Hit(session, self._transport, READONLY if readonly or copy else PRIVATE)
 
+        def claim() -> Grant | None:
+            return store.claim(wanted, match, min_tokens, kind, hit.hold)
+
         def look(place: Place | None) -> Grant | str | None:
-            grant = store.claim(wanted, match, min_tokens, kind, hit.hold)
+            grant = store.or_bury(claim)
             if grant is None and (place is not None or timeout == 0) and store.bury_dead():
-                grant = store.claim(wanted, match, min_tokens, kind, hit.hold)
+                grant = claim()
             if grant is not None:
                 return grant
             reason = starvation.verdict(session.tables, place) if place is not None else ""
@@ -239,11 +242,10 @@ class KVBuffer:
         entries = self._session.tables.entries
         hit.fill(grant, self._session.store.meta_of(grant.slot).tobytes(), entries.sizes(grant.slot))
         if copy:
-            try:
-                hit.detach()
-            except BaseException:
-                hit.release(returned=True)
-                raise
+            hit.copy_out()
+        hit.hold.outcome = Outcome.CONSUMED  # handed over: until here an interrupt gives the entry back
+        if copy:
+            hit.detach()
         return hit
 
 

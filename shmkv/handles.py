@@ -79,11 +79,10 @@ class Hit(Mapping[str, "torch.Tensor"]):
         return self._lifeline.hold
 
     def fill(self, grant: Grant, meta: bytes, header: tuple[int, int, int]) -> None:
-        """Called once by the buffer, with the lease held: what was found. The entry counts as handed over now."""
+        """Called once by the buffer, with the lease held: what was found."""
         self.matched_tokens, self.n_tokens = grant.matched_tokens, grant.n_tokens
         self.nbytes, self.sequence = grant.payload_bytes, grant.sequence
         self._run, self._meta, self._header = (grant.run_at, grant.run_bytes), meta, header
-        self._lifeline.hold.outcome = Outcome.CONSUMED
 
     def release(self, *, returned: bool = False) -> None:
         """Let go of the entry. Its bytes are reused when the last tensor derived from it is gone too. Idempotent.
@@ -177,10 +176,14 @@ class Hit(Mapping[str, "torch.Tensor"]):
                 raise
         return self._tensors
 
-    def detach(self) -> None:
-        """Replace the views by private copies and end the lease (`copy=True`)."""
+    def copy_out(self) -> None:
+        """Replace the views by private copies (`copy=True`)."""
         self._tensors = self.copy()
-        self._lifeline.drop_handle()
+
+    def detach(self) -> None:
+        """End the lease; only copies are left to look at."""
+        if self._lifeline.drop_handle():
+            self._session.settle()
 
 
 class Reserved(Mapping[str, "torch.Tensor"]):

@@ -173,6 +173,7 @@ class Entry(Record):
     ttl_left_ns: Annotated[int, "while held"]
     expires_ns: Annotated[int, "monotonic; 0: not running"]
     holders: Annotated[int, "held leases that name it (derived)"]
+    taker: Annotated[int, "index + 1 of the lease that took it, while TAKEN; stored before TAKEN"]
     cancelled: Annotated[int, "1: drop it instead of sealing"]
     fingerprint: Annotated[int, "hint for the journal, never trusted"]
 

@@ -28,7 +28,7 @@ import time
 from array import array
 from enum import IntEnum
 
-from .errors import SegmentBroken
+from .errors import SegmentBroken, TableFull
 from .layout import Header, Lease
 from .segment import Segment
 from .sync import fence
@@ -67,6 +67,12 @@ class Leases:
 
     def n_free(self) -> int:
         return self._words[Header.free_leases]
+
+    def check_free(self) -> None:
+        """Raise TableFull if no record is free."""
+        if not self.n_free():
+            raise TableFull(f"all {self.count} lease records are held",
+                            hint="release hits sooner, or raise leases= in shmkv.create()")
 
     def hold(self, hold: Hold, kind: int, slot: int, entry_generation: int, peer: int, peer_generation: int) -> None:
         """Make `hold` a lease on an entry; under the lock, with `n_free()` > 0."""

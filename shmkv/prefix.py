@@ -50,15 +50,15 @@ class PrefixOrder:
         """The best entry for `query` as (slot, matched bytes), or None. `start` is the length of the namespace part.
 
         "exact": the entry whose key equals the query. "prefix": the longest entry that is a prefix of the query.
-        "overlap": an entry that has the longest common prefix with the query. The last two match whole units, more
-        than `start` and at least `start + min_bytes` bytes; "exact" asks for neither. Among equal keys the oldest.
+        "overlap": an entry that has the longest common prefix with the query, in whole units. All match more than
+        `start` and at least `start + min_bytes` bytes. Among equal keys the oldest.
 
         If several entries share that longest prefix, "overlap" takes the one that is nothing but it; if there is
         none, the older of the two neighbours of the query's place, which need not be the oldest of all that share it.
         """
         if match not in ("exact", "prefix", "overlap"):
             raise InvalidArgument(f'match is "exact", "prefix" or "overlap", not {match!r}')
-        least = 0 if match == "exact" else start + max(min_bytes, 1)
+        least = start + max(min_bytes, 1)
         rank, left, right = self._bisect(query, -1)
         if self._equals(rank, query):
             return (self._slot(rank), len(query)) if len(query) >= least else None

@@ -76,7 +76,7 @@ def _holders(tables: Tables) -> tuple[Tally[int], Tally[int], Tally[int]]:
             continue
         all_[slot] += 1
         writers[slot] += kind == LeaseKind.WRITE
-        takers[slot] += kind == LeaseKind.TAKE
+        takers[slot] += words[entry + Entry.taker] == index + 1
     return all_, writers, takers
 
 

@@ -39,7 +39,8 @@ class Session:
         self._lifelines: set[Lifeline] = set()
         self._here = threading.local()
         self._places: weakref.WeakSet[Place] = weakref.WeakSet()
-        self.store.enter(self._enter(lambda: self.tables.peers.claim(role), sync.deadline(10)))
+        claim = functools.partial(self.tables.peers.claim, role)
+        self.store.enter(self._enter(lambda: self.store.or_bury(claim), sync.deadline(10)))
         _end_at_exit(self)
 
     @property
@@ -150,7 +151,8 @@ class Session:
     def _place(self, deadline_ns: int) -> Place:
         place = getattr(self._here, "place", None)
         if place is None:
-            place = self._here.place = self.run(lambda: self.tables.waits.claim(self.store.me), deadline_ns)
+            claim = functools.partial(self.tables.waits.claim, self.store.me)
+            place = self._here.place = self.run(lambda: self.store.or_bury(claim), deadline_ns)
             self._places.add(place)
             place.open()
         return place

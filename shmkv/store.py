@@ -27,11 +27,12 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from . import recovery
+from .arena import Gaps
 from .entries import DROPPED, FREE, READY, RESERVED, TAKEN, meta_parts
 from .errors import TableFull
 from .journal import EventKind
 from .keys import Key
-from .layout import Counter, Entry, Header, Lease, Peer
+from .layout import META_UNIT_BYTES, Counter, Entry, Header, Lease, Peer
 from .leases import Hold, LeaseKind, Outcome
 from .news import News, Ring
 from .peers import CONSUMER, PRODUCER, Attachment
@@ -117,6 +118,15 @@ class Store:
         self._rest()
         return bool(dead)
 
+    def or_bury(self, attempt: Callable[[], T]) -> T:
+        """Try; if a table is full, once more after the dead have given back theirs."""
+        try:
+            return attempt()
+        except TableFull:
+            if not self.bury_dead():
+                raise
+            return attempt()
+
     def bury(self, peer: int) -> None:
         """Settle all that a peer left: released leases first, held ones after; its record is freed last."""
         self._mutate()
@@ -134,6 +144,7 @@ class Store:
 
     def leave(self) -> None:
         """End this handle's attachment; if leases of its views still need it, the end of the last one does that."""
+        self.bury_dead()  # who leaves last leaves nothing of the dead behind
         self._mutate()
         peer, words = self._my_index(), self.words
         words[self.tables.peers.at(peer) + Peer.closed] = 1
@@ -253,9 +264,7 @@ class Store:
         found = self._order.find(key.data, match, 4 * min_tokens, key.token_start)
         if found is None:
             return None
-        if not self._leases.n_free():
-            raise TableFull(f"all {self._leases.count} lease records are held",
-                            hint="release hits sooner, or raise leases= in shmkv.create()")
+        self._leases.check_free()
         slot, matched_bytes = found
         self._mutate()
         words, at, now = self.words, self._entries.at(slot), time.monotonic_ns()
@@ -264,6 +273,7 @@ class Store:
         words[at + Entry.used_ns] = now
         self._pause_ttl(at, now)
         if kind == LeaseKind.TAKE:
+            words[at + Entry.taker] = hold.index + 1
             self._take(slot)
         else:
             self.tables.count(Counter.shares)
@@ -323,14 +333,28 @@ class Store:
         self.news.tell_producer(slot, SignalKind.TAKEN)
 
     def _evict_for(self, request: Request) -> bool:
-        """Evict least recently used entries that nobody holds until the request fits; False if it cannot."""
-        words, entries = self.words, self._entries
-        idle = [slot for slot in entries.slots(READY) if not words[entries.at(slot) + Entry.holders]]
-        idle.sort(key=lambda slot: words[entries.at(slot) + Entry.used_ns], reverse=True)
-        while idle and not self._fits(request):
+        """Evict least recently used entries that nobody holds until the request fits; False, and none, if it cannot."""
+        victims = self._victims(request)
+        for slot in victims or ():
             self._mutate()
-            self._remove_ready(idle.pop(), EventKind.EVICTED, Counter.evicted)
-        return self._fits(request)
+            self._remove_ready(slot, EventKind.EVICTED, Counter.evicted)
+        return victims is not None
+
+    def _victims(self, request: Request) -> list[int] | None:
+        """Whom to evict, longest unused first; None if not even all would do."""
+        if not self._leases.n_free():
+            return None
+        entries, tables, victims = self._entries, self.tables, []
+        holders, used_ns = entries.column(Entry.holders), entries.column(Entry.used_ns)
+        payload, meta = Gaps(tables.arena.holes()), Gaps(tables.meta.holes())
+        for slot in sorted((slot for slot in entries.slots(READY) if not holders[slot]), key=used_ns.__getitem__):
+            victims.append(slot)
+            payload.add(*entries.run(slot))
+            start, nbytes = entries.meta(slot)
+            meta.add(start, -(-nbytes // META_UNIT_BYTES) * META_UNIT_BYTES)
+            if payload.longest >= request.run_bytes and meta.longest >= request.meta_bytes:
+                return victims
+        return None
 
     # ------------------------------------------------------------ letting go
 
@@ -348,7 +372,7 @@ class Store:
             self.tables.count(Counter.aborted)
             self.news.log(EventKind.ABORTED, slot)
             self._let_go(slot, holders)
-        elif kind == LeaseKind.TAKE and state == TAKEN:
+        elif state == TAKEN and words[entry + Entry.taker] == index + 1:
             self._end_taking(slot, holders, outcome)
         elif state == DROPPED and not holders:
             self._free(slot)
