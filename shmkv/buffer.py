@@ -121,10 +121,12 @@ class KVBuffer:
 
     def stats(self) -> Stats:
         """Sizes, occupancy and counters, consistent with each other."""
+        self._session.sweep()
         return self._session.run(lambda: _stats(self._session.tables), sync.deadline(INSERT_TIMEOUT_S))
 
     def problems(self) -> list[str]:
         """Each way in which the segment contradicts itself; [] when it is sound."""
+        self._session.sweep()
         return self._session.run(lambda: list(recovery.problems(self._session.tables)), sync.deadline(INSERT_TIMEOUT_S))
 
     @property

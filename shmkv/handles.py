@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from . import keys, tensors
+from . import keys
 from . import namespace as namespaces
 from .entries import meta_parts
 from .errors import Cancelled, ClosedError, InvalidTensor
@@ -20,6 +20,7 @@ from .leases import Outcome
 from .session import Session
 from .store import Grant
 from .sync import deadline
+from .tensors import Placed, bit_clone, bit_copy, decode
 from .transport import PRIVATE, READONLY, Transport
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Hit(Mapping[str, "torch.Tensor"]):
 
     def __init__(self, session: Session, transport: Transport, how: str):
         self._session, self._transport, self._how = session, transport, how
-        self._lifeline = session.lifeline()
+        self._lifeline = session.lifeline(self)
         self._tensors: dict[str, torch.Tensor] | None = None
         self._meta = b""
         self._released = False
@@ -117,8 +118,8 @@ class Hit(Mapping[str, "torch.Tensor"]):
         return namespaces.decode_namespace(bytes(keys.split(self._meta[:self._header[0]])[0]))
 
     def copy(self) -> dict[str, torch.Tensor]:
-        """Private copies of all tensors; they keep nothing in the segment."""
-        return {name: tensor.clone() for name, tensor in self.items()}
+        """Private copies of all tensors, bit for bit; they keep nothing in the segment."""
+        return {name: bit_clone(tensor) for name, tensor in self.items()}
 
     def copy_to(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Copy tensors into the given ones, by name; refused before a byte moves if a shape or dtype differs."""
@@ -128,7 +129,7 @@ class Hit(Mapping[str, "torch.Tensor"]):
                 raise InvalidTensor(f"tensor {name!r} is {source.dtype} {tuple(source.shape)}, "
                                     f"the target {target.dtype} {tuple(target.shape)}")
         for name, target in targets.items():
-            target.copy_(self[name])
+            bit_copy(target, self[name])
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._views()[name]
@@ -149,10 +150,6 @@ class Hit(Mapping[str, "torch.Tensor"]):
                  trace: TracebackType | None) -> None:
         self.release()
 
-    def __del__(self) -> None:
-        if hasattr(self, "_lifeline"):
-            self._lifeline.drop_handle()
-
     def __repr__(self) -> str:
         state = "released" if self._released else f"{self.nbytes} B by {self.transport}"
         return f"<shmkv.Hit {self.sequence}: {self.matched_tokens} of {self.n_tokens} tokens, {state}>"
@@ -167,13 +164,9 @@ class Hit(Mapping[str, "torch.Tensor"]):
             raise ClosedError("this hit was released", hint="use it inside the with block, or keep its tensors")
         if self._tensors is None:
             _, start, end = meta_parts(*self._header)
-            placed = tensors.decode(self._meta[start:end], self._run[1])
-            self._lifeline.add_views()
-            try:
-                self._tensors = self._transport.views(self._run, placed, self._how, self._lifeline.drop_views)
-            except BaseException:
-                self._lifeline.drop_views()
-                raise
+            placed = decode(self._meta[start:end], self._run[1])
+            lifeline = self._lifeline
+            self._tensors = self._transport.views(self._run, placed, self._how, lifeline.mapped(), lifeline.asked)
         return self._tensors
 
     def copy_out(self) -> None:
@@ -195,7 +188,7 @@ class Reserved(Mapping[str, "torch.Tensor"]):
 
     def __init__(self, session: Session, transport: Transport, key: keys.Key):
         self._session, self._transport, self._key = session, transport, key
-        self._lifeline = session.lifeline()
+        self._lifeline = session.lifeline(self)
         self._grant: Grant | None = None
         self._tensors: dict[str, torch.Tensor] = {}
 
@@ -208,14 +201,14 @@ class Reserved(Mapping[str, "torch.Tensor"]):
         """The entry's number, as in signals about it."""
         return self._entry().sequence
 
-    def fill(self, grant: Grant, placed: list[tensors.Placed], sources: Mapping[str, torch.Tensor] | None) -> None:
+    def fill(self, grant: Grant, placed: list[Placed], sources: Mapping[str, torch.Tensor] | None) -> None:
         """Called once by the buffer, with the lease held: copy the sources in, or offer tensors to write into."""
         self._grant, run = grant, (grant.run_at, grant.run_bytes)
         if sources is not None:
             self._transport.write(run, placed, sources)
         else:
-            self._lifeline.add_views()
-            self._tensors = self._transport.writable(run, placed, self._lifeline.drop_views)
+            lifeline = self._lifeline
+            self._tensors = self._transport.writable(run, placed, lifeline.mapped(), lifeline.asked)
 
     def seal(self) -> int:
         """Make the entry visible and return its sequence. Raises Cancelled if somebody cancelled it meanwhile."""
@@ -261,10 +254,6 @@ class Reserved(Mapping[str, "torch.Tensor"]):
             self.seal()
         else:
             self.abort()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_lifeline"):
-            self._lifeline.drop_handle()
 
     __hash__ = object.__hash__
 

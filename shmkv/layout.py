@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Annotated, ClassVar, get_type_hints
 
@@ -50,6 +51,7 @@ class Header(Record):
     journal: Annotated[int, "geometry: events kept"]
     meta_bytes: Annotated[int, "geometry: arena of keys and descriptors"]
     arena_bytes: Annotated[int, "geometry: arena of payload"]
+    geometry_check: Annotated[int, "checksum of the words from format to arena_bytes"]
     instance: Annotated[int, "random identity of this segment"]
     owner_pid: Annotated[int, "creator, for humans"]
     born_ns: Annotated[int, "wall clock at creation, for humans"]
@@ -308,7 +310,8 @@ GEOMETRY_FIELDS = tuple(field.name for field in fields(Geometry))
 def header_words(layout: Layout) -> dict[str, int]:
     """What birth writes into the header besides identity; `magic` is stored last, by `segment`."""
     geometry = {name: getattr(layout.geometry, name) for name in GEOMETRY_FIELDS}
-    return {"format": FORMAT, "file_bytes": layout.file_bytes, **geometry}
+    words = {"format": FORMAT, "file_bytes": layout.file_bytes, **geometry}
+    return {**words, "geometry_check": _geometry_check(words.values())}
 
 
 def read_header(data: bytes, file_bytes: int) -> Layout:
@@ -325,6 +328,8 @@ def read_header(data: bytes, file_bytes: int) -> Layout:
         found, expected = words[Header.format], FORMAT
         raise FormatMismatch(f"segment has format {found >> 32}/{found & NONE:08x}, "
                              f"this library writes {expected >> 32}/{expected & NONE:08x}")
+    if words[Header.geometry_check] != _geometry_check(words[Header.format:Header.arena_bytes + 1]):
+        raise SegmentBroken("the words of the header do not agree with their checksum")
     try:
         layout = Layout(Geometry(**{name: words[getattr(Header, name)] for name in GEOMETRY_FIELDS}))
     except InvalidArgument as error:
@@ -333,6 +338,10 @@ def read_header(data: bytes, file_bytes: int) -> Layout:
         raise SegmentBroken(f"sizes disagree: object {file_bytes} B, header {words[Header.file_bytes]} B, "
                             f"geometry {layout.file_bytes} B")
     return layout
+
+
+def _geometry_check(words: Iterable[int]) -> int:
+    return zlib.crc32(b"".join(word.to_bytes(WORD_BYTES, sys.byteorder) for word in words))
 
 
 if __name__ == "__main__":

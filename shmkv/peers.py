@@ -162,15 +162,15 @@ class Waits:
                 words[at + Wait.generation] += 1
                 words[at + Wait.peer], words[at + Wait.peer_generation] = me.index, me.generation
                 words[at + Wait.thread] = threading.get_native_id()
+                words[Header.waits_high] = max(words[Header.waits_high], index + 1)  # the cleaner looks no higher
                 words[at + Wait.state] = _IDLE
-                words[Header.waits_high] = max(words[Header.waits_high], index + 1)
                 return Place(self._segment, self, index)
         raise TableFull(f"all {self._area.count} wait records are taken", hint="raise waits= in shmkv.create()")
 
     def waiting(self, kind: int = 0) -> list[int]:
         """Word indices of the records of waiting threads, oldest first."""
         words = self._words
-        found = [at for at in self._used()
+        found = [at for at in self._used()  # SYNC POINT wait-announced (load)
                  if words[at + Wait.state] == _WAITING and kind in (0, words[at + Wait.kind])]
         return sorted(found, key=lambda at: words[at + Wait.since_ns])
 
@@ -227,6 +227,8 @@ class Place:
                  wanted: tuple[int, int] = (0, 0)) -> None:
         """Put on record what this thread waits for, before it looks for the last time."""
         words, at = self._words, self.at
+        if not self._is_mine() or words[at + Wait.state] != _IDLE:
+            return  # closed by another thread meanwhile: the caller finds out when it looks
         words[at + Wait.kind], words[at + Wait.deadline_ns] = kind, deadline_ns
         words[at + Wait.since_ns], words[at + Wait.evaluated] = time.monotonic_ns(), 0
         words[at + Wait.family], words[at + Wait.n_tokens] = family, len(tokens) // 4
@@ -235,7 +237,7 @@ class Place:
         words[at + Wait.state] = _WAITING  # SYNC POINT wait-announced (store)
 
     def withdraw(self) -> None:
-        if self._is_mine():
+        if self.is_waiting():
             self._words[self.at + Wait.state] = _IDLE
 
     def is_waiting(self) -> bool:
@@ -249,11 +251,11 @@ class Place:
 
     def retire(self) -> None:
         """Give the record back (one store, no lock needed) and remove the bell."""
-        if self._segment.inherited or not self._is_mine():
+        if self._segment.inherited:
             return
-        if self._words[self.at + Wait.state] in (WaitState.IDLE, WaitState.WAITING):
-            if hasattr(self, "bell"):
-                self.bell.close()
+        if hasattr(self, "bell"):
+            self.bell.close()
+        if self._is_mine() and self._words[self.at + Wait.state] in (WaitState.IDLE, WaitState.WAITING):
             self._words[self.at + Wait.state] = WaitState.RETIRED
 
     def _is_mine(self) -> bool:

@@ -3,6 +3,8 @@
 Map: truth is the states of entries, leases, peers and waits. Derived are: the prefix order, both arenas' holes, the
 stacks of free slots and leases, the holder counts, the next expiry.
 
+States: sound, or half changed; `rebuild` leads from the second to the first.
+
 Guarantees: `rebuild` is idempotent; killed anywhere, it runs again from the start. It moves an entry only where its
 state promises a lease that no longer exists. `problems` changes nothing.
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 
 from . import sync
 from .layout import PAGE_BYTES, WORD_BYTES, Header, Peer, read_header
@@ -45,7 +46,7 @@ def remove_abandoned(name: str) -> bool:
         if any(_is_alive(fd, layout.peers.at + index * layout.peers.stride * WORD_BYTES)
                for index in range(layout.peers.count)):
             return False
-        os.pwrite(fd, (1).to_bytes(WORD_BYTES, "little"), Header.unlinked * WORD_BYTES)
+        os.pwrite(fd, (1).to_bytes(WORD_BYTES, sys.byteorder), Header.unlinked * WORD_BYTES)
         if not _same(fd, path_of(name)):
             return False
         os.unlink(path_of(name))
@@ -64,7 +65,7 @@ def bells_of(name: str) -> list[str]:
 
 
 def _is_alive(fd: int, at: int) -> bool:
-    attached = int.from_bytes(os.pread(fd, WORD_BYTES, at + Peer.state * WORD_BYTES), "little") == ATTACHED
+    attached = int.from_bytes(os.pread(fd, WORD_BYTES, at + Peer.state * WORD_BYTES), sys.byteorder) == ATTACHED
     return attached and liveness_held(fd, at)
 
 

@@ -23,18 +23,15 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import functools
 import logging
 import mmap
 import os
 import re
 import secrets
 import stat
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from .errors import InheritedHandle, InvalidName, NoSuchSegment, NotOurs, SegmentExists, StorageFull
@@ -53,6 +50,7 @@ _MAP_NORESERVE = 0x4000
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+_mmap, _munmap = _libc.mmap, _libc.munmap
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -73,7 +71,7 @@ class Segment:
         status = os.fstat(fd)
         self.identity = (status.st_dev, status.st_ino)
         self.instance = self.words[Header.instance]
-        self._readonly: Window | None = None
+        self._readonly: Whole | None = None
         self._readonly_once = threading.Lock()
         self.fd = fd  # ours to close from here on
         _live.add(self)
@@ -119,20 +117,22 @@ class Segment:
             self.lock_fds.discard(fd)
             os.close(fd)
 
-    def private(self, at: int, nbytes: int) -> Window:
-        """Map `nbytes` at file offset `at` copy-on-write; `unmap` it when the last view is gone."""
+    def private(self, at: int, nbytes: int, addresses: list[int]) -> Window:
+        """Map `nbytes` at file offset `at` copy-on-write. The address goes into `addresses` at once, to be unmapped
+        by `unmap` when the last view is gone.
+        """
         flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
-        return Window.at(_map(self.fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, at), nbytes, None)
+        _map(addresses, self.fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, at)
+        return Window.at(addresses[-1], nbytes, None)
 
     def readonly(self, at: int, nbytes: int) -> Window:
         """The bytes at file offset `at` in a lasting read-only mapping of the whole object: a write there faults."""
         with self._readonly_once:
             if self._readonly is None:
-                nbytes_whole = self.layout.file_bytes
-                address = _map(self.fd, nbytes_whole, mmap.PROT_READ, mmap.MAP_SHARED, 0)
-                self._readonly = Window.at(address, nbytes_whole, None)
-                self._readonly.on_gone = functools.partial(unmap, address, nbytes_whole)
-        return Window.at(self._readonly.address + at, nbytes, self._readonly)
+                whole = Whole(self.layout.file_bytes)
+                _map(whole.addresses, self.fd, whole.nbytes, mmap.PROT_READ, mmap.MAP_SHARED, 0)
+                self._readonly = whole
+        return Window.at(self._readonly.addresses[0] + at, nbytes, self._readonly)
 
     def shared(self, at: int, nbytes: int) -> Window:
         """The bytes at file offset `at` in the ordinary shared mapping."""
@@ -147,17 +147,23 @@ class Window(ctypes.c_ubyte * (1 << 46)):
 
     address: int
     nbytes: int
-    on_gone: Callable[[], object] | None
 
     @classmethod
     def at(cls, address: int, nbytes: int, keeps: object) -> Window:
         window = cls.from_address(address)
-        window.address, window.nbytes, window.on_gone, window._keeps = address, nbytes, None, keeps
+        window.address, window.nbytes, window._keeps = address, nbytes, keeps
         return window
 
+
+class Whole:
+    """A mapping of the whole object that goes with the last window into it."""
+
+    def __init__(self, nbytes: int):
+        self.nbytes = nbytes
+        self.addresses: list[int] = []
+
     def __del__(self) -> None:
-        if self.on_gone is not None and not sys.is_finalizing():
-            self.on_gone()
+        unmap(self.addresses, self.nbytes)
 
 
 def create(name: str, layout: Layout) -> Segment:
@@ -256,9 +262,13 @@ def path_of(name: str) -> str:
     return f"{DIRECTORY}/{PREFIX}{name}"
 
 
-def unmap(address: int, nbytes: int) -> None:
-    """Unmap without holding the GIL: dropping a large mapping takes time."""
-    _libc.munmap(address, nbytes)
+def unmap(addresses: list[int], nbytes: int) -> None:
+    """Unmap and forget the mappings at these addresses, without holding the GIL: dropping a large one takes time.
+
+    Taking an address off the list and unmapping it is one call, which no interrupt can part: nothing is unmapped twice.
+    """
+    while addresses:
+        list(map(_munmap, map(list.pop, [addresses]), [nbytes]))
 
 
 def populate(address: int, nbytes: int) -> None:
@@ -315,13 +325,14 @@ def _cgroup_room() -> int | None:
         return None
 
 
-def _map(fd: int, nbytes: int, protection: int, flags: int, at: int) -> int:
-    address = _libc.mmap(None, nbytes, protection, flags, fd, at)
-    if address in (None, _MAP_FAILED):
+def _map(addresses: list[int], fd: int, nbytes: int, protection: int, flags: int, at: int) -> None:
+    """Map and append the address in one call, which no interrupt can part."""
+    addresses.extend(map(_mmap, [None], [nbytes], [protection], [flags], [fd], [at]))
+    if addresses[-1] in (None, _MAP_FAILED):
+        addresses.pop()
         code = ctypes.get_errno()
         raise StorageFull(f"cannot map {nbytes} B: {os.strerror(code)}",
                           hint="release hits sooner, or raise vm.max_map_count / RLIMIT_AS")
-    return address
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
 import time
 import weakref
@@ -25,6 +26,7 @@ from .peers import Place, WaitKind
 from .segment import Segment, check_ours
 from .store import Store
 from .tables import Tables
+from .transport import Mapped
 
 T = TypeVar("T")
 
@@ -33,7 +35,8 @@ class Session:
     """An attached peer. Threads may share it; a forked child may not use it."""
 
     def __init__(self, segment: Segment, role: str, tables: Tables | None = None):
-        self.segment, self.closed, self._gone = segment, False, False
+        self.segment = segment
+        self.closed, self._gone = False, False
         self.tables = tables or Tables(segment)
         self.store, self.lock = Store(self.tables), sync.Lock(segment)
         self._lifelines: set[Lifeline] = set()
@@ -41,6 +44,7 @@ class Session:
         self._places: weakref.WeakSet[Place] = weakref.WeakSet()
         claim = functools.partial(self.tables.peers.claim, role)
         self.store.enter(self._enter(lambda: self.store.or_bury(claim), sync.deadline(10)))
+        self._left = False
         _end_at_exit(self)
 
     @property
@@ -67,6 +71,7 @@ class Session:
         result = self.run(lambda: look(None), deadline_ns)
         if result is not None or sync.passed(deadline_ns):
             return result
+        self.sweep()
         place = self._place(deadline_ns)
         try:
             announce(place)
@@ -77,24 +82,25 @@ class Session:
             finally:
                 place.withdraw()
 
-    def lifeline(self) -> Lifeline:
-        """A lifeline for a lease about to be claimed."""
-        lifeline = Lifeline(self)
+    def lifeline(self, handle: object) -> Lifeline:
+        """A lifeline for a lease about to be claimed for this handle."""
+        lifeline = Lifeline(self, handle)
         self._lifelines.add(lifeline)
         return lifeline
 
+    def sweep(self) -> None:
+        """End the leases whose finalisers were interrupted."""
+        for lifeline in list(self._lifelines):
+            lifeline.check()
+
     def released(self, lifeline: Lifeline) -> None:
-        """End a lease; from a finaliser, in any thread, inside or outside a section."""
-        self._lifelines.discard(lifeline)
-        if self.segment.inherited:
-            return
-        if self._gone:
-            return
-        if self.tables.leases.release(lifeline.hold):
+        """End a lease; from a finaliser, in any thread, outside of sections. Idempotent: struck off when it is done."""
+        if not (self._gone or self.segment.inherited) and self.tables.leases.release(lifeline.hold):
             self.tables.waits.ring(WaitKind.ROOM)
             if lifeline.hold.outcome == Outcome.RETURNED:
                 self.tables.waits.ring(WaitKind.ENTRY)
-        if self.closed and not self._lifelines:
+        self._lifelines.discard(lifeline)
+        if self._left and not self._lifelines:
             self._let_go()
 
     def settle(self) -> None:
@@ -114,12 +120,14 @@ class Session:
         if self.segment.inherited:
             return
         self._send_waiters_home()
+        self.sweep()
         for place in list(self._places):
             place.retire()
         try:
             self._enter(self.store.leave, sync.deadline(10))
         finally:  # if the lock could not be had, the kernel tells the others that this peer is gone
             self.lock.close()
+            self._left = True
             if not self._lifelines:
                 self._let_go()
 
@@ -127,11 +135,19 @@ class Session:
         """At an orderly exit of the process: nothing will look at a view again, so release all, then leave."""
         self.segment.unlink()
         for lifeline in list(self._lifelines):
-            lifeline.cut()
+            self.released(lifeline)
         self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_left", True) or self.segment.inherited or sys.is_finalizing():
+            return
+        with suppress(ShmkvError):  # the kernel tells the others that this peer is gone
+            self.close()
 
     def _let_go(self) -> None:
         """Nothing needs the segment any more: end the claim, unmap."""
+        if self._gone:
+            return
         self._gone = True
         self.store.me.end()
         self.tables.waits.bells.close()
@@ -152,9 +168,13 @@ class Session:
         place = getattr(self._here, "place", None)
         if place is None:
             claim = functools.partial(self.tables.waits.claim, self.store.me)
-            place = self._here.place = self.run(lambda: self.store.or_bury(claim), deadline_ns)
-            self._places.add(place)
+            place = self.run(lambda: self.store.or_bury(claim), deadline_ns)
             place.open()
+            if self.closed:  # by another thread, which did not know this place
+                place.retire()
+            self.check()
+            self._places.add(place)
+            self._here.place = place
         return place
 
     def _send_waiters_home(self) -> None:
@@ -169,43 +189,57 @@ class Session:
 
 
 class Lifeline:
-    """Ends a lease when nothing needs it any more: neither the hit (or reserved entry) nor any view of its bytes."""
+    """Ends a lease when nothing needs it any more: neither the hit (or reserved entry) nor any view of its bytes.
 
-    __slots__ = ("hold", "_session", "_needs")
+    Whether these live is asked of weak references. Their callbacks are only the usual occasion to ask: one that an
+    interrupt cut short is made up for by the session's next `sweep`.
+    """
 
-    def __init__(self, session: Session):
+    __slots__ = ("hold", "_session", "_handle", "_mapped", "__weakref__")
+
+    def __init__(self, session: Session, handle: object):
         self.hold = Hold()
         self._session = session
-        self._needs = {"handle"}
+        self._mapped: list[Mapped] = []
+        self._handle: weakref.ref | None = weakref.ref(handle, self.asked)
 
-    def add_views(self) -> None:
-        self._needs.add("views")
+    def mapped(self) -> Mapped:
+        """What a transport records into; the lease lasts as long as what it gives out, too."""
+        self._mapped.append(Mapped())
+        return self._mapped[-1]
 
     def has_views(self) -> bool:
-        return "views" in self._needs
-
-    def drop_views(self) -> None:
-        self._drop("views")
+        return not all([mapped.is_gone() for mapped in self._mapped])
 
     def drop_handle(self) -> bool:
-        """Whether that was the last need: the lease has ended."""
-        self._drop("handle")
-        return not self._needs
+        """The handle was released; whether that ended the lease."""
+        self._handle = None
+        return self.check()
 
     def settled(self) -> None:
         """The lease was ended under the lock already."""
         self.hold.index = -1
         self.drop_handle()
 
-    def cut(self) -> None:
-        self._needs.clear()
-        sync.outside(functools.partial(self._session.released, self))
+    def check(self) -> bool:
+        """End the lease if nothing needs it; whether that is so. To be called at any time, again after an interrupt."""
+        if (self._handle is not None and self._handle() is not None) or self.has_views():
+            return False
+        sync.outside(self._end)
+        return True
 
-    def _drop(self, need: str) -> None:
-        if need in self._needs:
-            self._needs.discard(need)
-            if not self._needs:
-                self.cut()
+    def asked(self, _: weakref.ref) -> None:
+        """Called when the handle or what a transport gave out is gone."""
+        if not sys.is_finalizing():
+            self.check()
+
+    def _end(self) -> None:
+        if self._session.segment.inherited:
+            return
+        for mapped in self._mapped:
+            mapped.unmap()
+        self._session.released(self)
+        self._handle = None
 
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()

@@ -3,14 +3,25 @@
 A full buffer and a consumer that waits for something which cannot enter would wait for each other for ever. Waits and
 roles are words, so this is decidable. The consumer gets its miss early only if
 - at least one producer is attached and every one of them waits for room, and no entry is RESERVED,
-- every other consumer waits for something that was looked for since anything last became READY, and is not there,
+- every other consumer waits for something that was looked for since anything last became READY, and is not there
+  (or, being a producer as well, waits for room),
 - every held lease was taken by a thread that is itself waiting, and no TTL is running,
 - and it has waited longest of all consumers: one miss at a time.
 It also gets it early when producers were attached, and now all have closed or died and nobody is left who might yet
 insert. With no producer attached so far it waits until its deadline.
 
+States: none of its own.
+
+Guarantees: nobody gets an early miss while any process can go on and change what it waits for.
+
+Not guaranteed: that a blocked producer's other threads are not about to insert something smaller.
+
 If a party dies here: nothing is written but the asking waiter's own record; a dead peer counts until it is buried,
 which the caller does first.
+
+Sync points: none (it runs inside the section of `store`).
+
+Why not a timeout: it would be too short for a slow prefill and too long for a stuck one.
 """
 
 from __future__ import annotations
@@ -32,8 +43,10 @@ def verdict(tables: Tables, place: Place) -> str:
     roles = _open_roles(tables)
     if not any(role & PRODUCER for role in roles.values()):  # who has done nothing yet may become one
         return ORPHANED if words[Header.producers_seen] and all(roles.values()) else ""
-    stuck = (_producers_blocked(tables, roles) and not words[Header.next_expiry_ns] and not tables.writing()
-             and _consumers_wait_in_vain(tables, roles, place) and _holders_wait(tables))
+    blocked = _blocked(tables)
+    producers = {peer for peer, role in roles.items() if role & PRODUCER}
+    stuck = (producers <= blocked and not words[Header.next_expiry_ns] and not tables.writing()
+             and _consumers_wait_in_vain(tables, roles, place, blocked) and _holders_wait(tables))
     return FULL if stuck else ""
 
 
@@ -43,18 +56,20 @@ def _open_roles(tables: Tables) -> dict[int, int]:
     return {peer: words[at + Peer.roles] for peer, at in records.items() if not words[at + Peer.closed]}
 
 
-def _producers_blocked(tables: Tables, roles: dict[int, int]) -> bool:
-    blocked = {tables.words[at + Wait.peer] for at in tables.waits.waiting(WaitKind.ROOM)}
-    return {peer for peer, role in roles.items() if role & PRODUCER} <= blocked
+def _blocked(tables: Tables) -> set[int]:
+    """The peers that wait for room which is not there (one whose room was made just needs to wake)."""
+    words = tables.words
+    return {words[at + Wait.peer] for at in tables.waits.waiting(WaitKind.ROOM)
+            if not tables.has_room(words[at + Wait.wanted_bytes], words[at + Wait.wanted_meta_bytes])}
 
 
-def _consumers_wait_in_vain(tables: Tables, roles: dict[int, int], place: Place) -> bool:
+def _consumers_wait_in_vain(tables: Tables, roles: dict[int, int], place: Place, blocked: set[int]) -> bool:
     words, waiters = tables.words, tables.waits.waiting(WaitKind.ENTRY)
     if not waiters or waiters[0] != place.at:
         return False
     looked = words[Header.ready_count] + 1
     in_vain = {words[at + Wait.peer] for at in waiters if words[at + Wait.evaluated] == looked}
-    return {peer for peer, role in roles.items() if role & CONSUMER} <= in_vain
+    return {peer for peer, role in roles.items() if role & CONSUMER} <= in_vain | blocked
 
 
 def _holders_wait(tables: Tables) -> bool:

@@ -170,7 +170,7 @@ class Store:
     def reserve(self, request: Request, hold: Hold, evict: bool) -> Grant | None:
         """Give the request a slot and a run and make `hold` its WRITE lease; None if there is no room now."""
         self._play(PRODUCER)
-        if not self._fits(request) and not (evict and self._evict_for(request)):
+        if not self.tables.has_room(request.run_bytes, request.meta_bytes) and not (evict and self._evict_for(request)):
             return None
         self._mutate()
         slot = self._entries.peek_free()
@@ -219,12 +219,6 @@ class Store:
     def room(self) -> tuple[int, int]:
         """The largest payload and the largest meta bytes that would fit now."""
         return self.tables.arena.largest_bytes, self.tables.meta.largest_bytes
-
-    def _fits(self, request: Request) -> bool:
-        tables = self.tables
-        return (self._entries.peek_free() is not None and self._leases.n_free() > 0
-                and (not request.run_bytes or tables.arena.fits(request.run_bytes))
-                and tables.meta.fits(request.meta_bytes))
 
     def _fill(self, slot: int, at: int, generation: int, request: Request) -> Grant:
         words, tables, key, now = self.words, self.tables, request.key, time.monotonic_ns()

@@ -41,7 +41,7 @@ from typing import Protocol, TypeVar
 import posix_ipc
 
 from .errors import ClosedError, InvalidArgument, ReentryError, TimedOut
-from .segment import Segment
+from .segment import Segment, log
 
 T = TypeVar("T")
 RECHECK_NS = 400_000_000
@@ -53,6 +53,7 @@ FOREVER_NS = 1 << 63
 _SPIN_TRIES = 40
 _PAUSE_S, _PAUSE_MOST_S = 20e-6, 1e-3
 _SPIN_MOST_NS = 150_000
+_POLL_NS = 2_000_000
 
 _held = ctypes.PyDLL(None)   # calls keep the GIL
 _free = ctypes.CDLL(None)    # calls give it up
@@ -203,38 +204,50 @@ _fence = threading.Lock()
 
 
 class Bell:
-    """One waiting thread's own semaphore; others ring it by name."""
+    """One waiting thread's own semaphore; others ring it by name. Where none can be made, its thread polls."""
 
     def __init__(self, name: str):
         self.name = name
-        self._semaphore = posix_ipc.Semaphore(name, posix_ipc.O_CREX, mode=0o600, initial_value=0)
-        self._address = _free.sem_open(name.encode(), 0)
-        self._until = _Timespec()
+        self._address, self._until = None, _Timespec()
+        try:
+            self._semaphore = posix_ipc.Semaphore(name, posix_ipc.O_CREX, mode=0o600, initial_value=0)
+        except (posix_ipc.Error, OSError) as error:  # /dev/shm full, no descriptors, name taken
+            log.warning("no semaphore for a waiting thread (%s): it polls every %d ms", error, _POLL_NS // 1_000_000)
+            self._semaphore = None
+            return
+        if _clockwait is not None:
+            self._address = _free.sem_open(name.encode(), 0)
 
     def sleep(self, until_ns: int) -> None:
         """Sleep until rung, interrupted, or the monotonic time `until_ns`."""
-        if _clockwait is None or not self._address:
-            return self._sleep_portably(until_ns)
-        self._until.seconds, self._until.nanoseconds = divmod(until_ns, 1_000_000_000)
-        _clockwait(self._address, time.CLOCK_MONOTONIC, ctypes.byref(self._until))
+        if self._address:
+            self._until.seconds, self._until.nanoseconds = divmod(until_ns, 1_000_000_000)
+            _clockwait(self._address, time.CLOCK_MONOTONIC, ctypes.byref(self._until))
+        else:
+            self._sleep_portably(max(0, until_ns - time.monotonic_ns()))
 
-    def _sleep_portably(self, until_ns: int) -> None:
-        try:  # CLOCK_REALTIME: a clock step can stretch this sleep by RECHECK_NS at most in common kernels
-            self._semaphore.acquire(max(0.0, min(until_ns - time.monotonic_ns(), RECHECK_NS) / 1e9))
+    def _sleep_portably(self, for_ns: int) -> None:
+        if self._semaphore is None:
+            return time.sleep(min(for_ns, _POLL_NS) / 1e9)
+        try:  # CLOCK_REALTIME: a clock step may stretch or cut this one sleep
+            self._semaphore.acquire(min(for_ns, RECHECK_NS) / 1e9)
         except (posix_ipc.BusyError, posix_ipc.SignalError):
             pass
 
     def hush(self) -> None:
         """Take back rings that were meant for a look already made."""
-        while _held.sem_trywait(self._address) == 0:
+        while self._address and _held.sem_trywait(self._address) == 0:
             pass
 
     def close(self) -> None:
-        silence(self.name)
-        self._semaphore.close()
-        if self._address:
-            _free.sem_close(self._address)
-            self._address = None
+        """Remove the semaphore. Idempotent."""
+        semaphore, self._semaphore = self._semaphore, None
+        address, self._address = self._address, None
+        if semaphore is not None:
+            silence(self.name)
+            semaphore.close()
+        if address:
+            _free.sem_close(address)
 
 
 class Bells:

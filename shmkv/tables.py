@@ -37,6 +37,11 @@ class Tables:
         slots = {words[at + Lease.slot] for at in leases if words[at + Lease.kind] == LeaseKind.WRITE}
         return [slot for slot in slots if self.entries.state(slot) == RESERVED]
 
+    def has_room(self, run_bytes: int, meta_bytes: int) -> bool:
+        """Whether an entry of these sizes could be reserved now."""
+        return (self.entries.peek_free() is not None and self.leases.n_free() > 0
+                and (not run_bytes or self.arena.fits(run_bytes)) and self.meta.fits(meta_bytes))
+
     def count(self, counter: int, by: int = 1) -> None:
         """Add to a counter; under the lock."""
         self.words[self.layout.counters.word + counter] += by

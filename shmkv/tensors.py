@@ -181,6 +181,21 @@ def view(base: torch.Tensor, placed: Placed) -> torch.Tensor:
     return flat.as_strided(placed.shape, placed.strides)
 
 
+def bit_clone(source: torch.Tensor) -> torch.Tensor:
+    """A copy of a dense tensor (such as `view` gives) with the same strides, bit for bit, whatever its dtype."""
+    flat = source.as_strided((source.numel(),), (1,)).view(torch.uint8)
+    return flat.clone().view(source.dtype).as_strided(source.shape, source.stride())
+
+
+def bit_copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy into a tensor of the same shape and dtype, bit for bit, whatever its strides."""
+    if source.dtype == torch.complex128:  # no integer is as wide
+        torch.view_as_real(target).view(torch.int64).copy_(torch.view_as_real(source).view(torch.int64))
+    else:
+        integer = _INTEGERS[source.dtype.itemsize]
+        target.detach().view(integer).copy_(source.view(integer))
+
+
 # ---------------------------------------------------------------- copying
 
 def _plain(source: Any, tensor: Placed, destination: torch.Tensor) -> torch.Tensor:
@@ -203,12 +218,8 @@ def _copy(destination: torch.Tensor, tensor: Placed, source: torch.Tensor) -> No
         numel = tensor.nbytes // tensor.dtype.itemsize
         flat, widest = source.as_strided((numel,), (1,)), _widest(source, tensor.nbytes)
         destination.view(widest).copy_(flat.view(widest))
-    elif tensor.dtype == torch.complex128:  # no integer is as wide
-        as_complex = destination.view(tensor.dtype).as_strided(tensor.shape, tensor.strides)
-        torch.view_as_real(as_complex).view(torch.int64).copy_(torch.view_as_real(source).view(torch.int64))
     else:
-        integer = _INTEGERS[tensor.dtype.itemsize]
-        destination.view(integer).as_strided(tensor.shape, tensor.strides).copy_(source.view(integer))
+        bit_copy(destination.view(tensor.dtype).as_strided(tensor.shape, tensor.strides), source)
 
 
 def _widest(source: torch.Tensor, nbytes: int) -> torch.dtype:

@@ -393,13 +393,8 @@ def report(capsys, record_property):
     return say
 
 
-WAIT_RECORD = "peers.py Waits.claim: state IDLE is stored before waits_high, so a death in between leaks the record"
-KNOWN = {"wait in vain, close": WAIT_RECORD, "wait for room": WAIT_RECORD}
-
-
 @pytest.mark.kv_timeout(120)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[
-    pytest.mark.xfail(strict=True, reason=KNOWN[name])] if name in KNOWN else []) for name in BY_NAME])
+@pytest.mark.parametrize("name", list(BY_NAME))
 def test_a_kill_at_every_store_harms_nobody(survivor, report, name):
     n_kills = kill_everywhere(survivor(BY_NAME[name]), BY_NAME[name])
     report(name, n_kills)
@@ -652,14 +647,12 @@ def small(kv_create):
     return buffer
 
 
-@pytest.mark.xfail(strict=True, reason="peers.py Peers.claim does not bury the dead before it says TableFull")
 def test_peer_records_of_the_dead_are_free_for_who_attaches(small):
     killed_after(small, nothing, n_children=3)
     with shmkv.attach(small.name) as newcomer:
         assert newcomer.stats().peers == 2
 
 
-@pytest.mark.xfail(strict=True, reason="store.py Store.claim says TableFull without burying the dead who hold leases")
 @pytest.mark.parametrize("timeout", [0, 1])
 def test_lease_records_of_the_dead_are_free_for_who_takes(small, timeout):
     killed_after(small, lambda handle: [handle.select([token]) for token in range(4)])
@@ -674,7 +667,6 @@ def test_lease_records_of_the_dead_are_free_for_who_inserts(small):
     small.insert([8], kv(8), timeout=1)
 
 
-@pytest.mark.xfail(strict=True, reason="session.py Session._place: a wait record is claimed before the dead are buried")
 def test_wait_records_of_the_dead_are_free_for_who_waits(small):
     killed_after(small, lambda handle: handle.drop_select(ABSENT, timeout=0.01), n_children=2)
     assert not small.drop_select(ABSENT, timeout=0.05)

@@ -258,7 +258,6 @@ def what_the_dead_hold(buffer, what):
     return ""
 
 
-@pytest.mark.xfail(strict=True, reason="a full table is said to be full before the dead were looked for")
 @pytest.mark.parametrize("what", ["peers", "leases", "waits"])
 def test_a_table_filled_by_the_dead_is_not_full(kv_create, kv_spawn, what):
     buffer = kv_create(**{"peers": 2, what: 2 if what == "peers" else 1})

@@ -69,7 +69,7 @@ class Table:
         least = START + max(1, min_bytes)
         if match == "exact":
             slot = self.oldest(s for s, key in self.keys.items() if key == query)
-            return None if slot is None else ({slot}, len(query))
+            return None if slot is None or len(query) < least else ({slot}, len(query))
         shared = {s: common(key, query) for s, key in self.keys.items()}
         whole = {s: n for s, n in shared.items() if n == len(self.keys[s])}
         longest = max((whole if match == "prefix" else shared).values(), default=0)

@@ -14,8 +14,6 @@ DTYPES = [getattr(torch, name) for name in DTYPE_CODES if hasattr(torch, name)]
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WAYS = {"private": {}, "readonly": {"readonly": True}, "copy": {"copy": True}}
 SUB_BYTE = [f"{sign}int{n}" for sign in ("", "u") for n in range(1, 8)]
-CLONE_FAILS = [torch.bool, *(getattr(torch, name) for name in SUB_BYTE if hasattr(torch, name))]
-COPIES_BY_CLONE = "copies are made by clone() and copy_(), which know no sub-byte dtype and change foreign bools"
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -81,8 +79,7 @@ def test_every_dtype_comes_out_bit_for_bit(kv_buffer, dtype):
     assert kv_buffer.stats().entries["free"] == 256
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(dtype, id=name_of(dtype), marks=[
-    pytest.mark.xfail(reason=COPIES_BY_CLONE)] if dtype in CLONE_FAILS else []) for dtype in DTYPES])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_copies_of_every_dtype_are_bit_for_bit(kv_buffer, dtype):
     tensors = {name: patterned(dtype, shape, seed=len(name)) for name, shape in SHAPES.items()}
     out = through(kv_buffer, tensors, copy=True)
@@ -139,8 +136,7 @@ def views(draw: st.DrawFn) -> torch.Tensor:
 
 
 @pytest.mark.kv_timeout(120)
-@pytest.mark.parametrize("way", ["private", "readonly",
-                                 pytest.param("copy", marks=pytest.mark.xfail(reason=COPIES_BY_CLONE))])
+@pytest.mark.parametrize("way", ["private", "readonly", "copy"])
 @settings(max_examples=80, deadline=None, database=None,
           suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(tensors=st.lists(views(), min_size=1, max_size=4))

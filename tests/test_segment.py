@@ -314,7 +314,6 @@ def test_each_flipped_bit_of_the_header_is_refused(corpse):
     assert flips_not_noticed(corpse) == []
 
 
-@pytest.mark.xfail(strict=True, reason="a geometry word that changes within its table's last page is not noticed")
 def test_each_flipped_bit_is_refused_where_tables_do_not_fill_their_pages():
     name = unique_name()
     with shmkv.create(name, capacity=8192, slots=5, leases=7, peers=3, waits=3, meta_capacity=4096):
@@ -388,7 +387,6 @@ def test_too_little_storage_is_an_exception_that_names_the_bytes():
     assert end == "whole"
 
 
-@pytest.mark.xfail(strict=True, reason="a semaphore that finds no room is a bare OSError, and leaves no bell behind")
 def test_no_room_for_a_semaphore_is_a_miss_or_an_exception_of_ours_and_passes():
     done = run_with_little_storage(wait_where_no_semaphore_fits)
     assert (done.returncode, done.stdout) == (0, "whole\n"), done.stderr

@@ -251,7 +251,6 @@ def test_a_producer_that_is_not_blocked_is_waited_for(scene):
     scene.end()
 
 
-@pytest.mark.xfail(strict=True, reason="a producer counts as blocked until it has woken, though room was made for it")
 def test_a_producer_for_which_room_was_made_is_not_blocked(kv_create, kv_spawn):
     buffer = kv_create(capacity=4096)
     producer = kv_spawn(produce, buffer.name, (1, 2))
@@ -273,7 +272,6 @@ def look_then_produce(name):
             buffer.insert([2], X, timeout=2.5)
 
 
-@pytest.mark.xfail(strict=True, reason="a producer that ever looked up counts as a consumer that might still take")
 def test_a_producer_that_looks_up_first_is_as_blocked_as_any_other(kv_create, kv_spawn):
     buffer = kv_create(capacity=4096)
     producer = kv_spawn(look_then_produce, buffer.name)

@@ -523,15 +523,11 @@ def fail_to_make_a_bell(buffer):
         return [repr(error)]
 
 
-def broken(scenario, name, reason):
-    return pytest.param(scenario, id=name, marks=pytest.mark.xfail(strict=True, reason=reason))
-
-
 @pytest.mark.parametrize("scenario", [
-    broken(close_under_waiting_threads, "close", "the last waiter that goes home takes the tables from under close()"),
+    pytest.param(close_under_waiting_threads, id="close"),
     pytest.param(functools.partial(close_before, "open"), id="close before open"),
-    broken(functools.partial(close_before, "announce"), "close before announce", "it announces on a retired record"),
-    broken(fail_to_make_a_bell, "no bell", "a place whose bell could not be made stays without"),
+    pytest.param(functools.partial(close_before, "announce"), id="close before announce"),
+    pytest.param(fail_to_make_a_bell, id="no bell"),
 ])
 def test_closing_and_failing_in_the_midst_of_a_wait_is_clean(kv_spawn, scenario):
     assert kv_spawn(troubles_of, scenario).result() == []

@@ -2,8 +2,8 @@
 
 Map: a run is whole pages of the payload arena; the tensors in it are 256-byte aligned.
 
-States: none of its own. A view's window lives as long as the last tensor derived from it; then it is unmapped (if it
-was mapped for this lease alone) and `on_gone` is called.
+States: none of its own. A view's window lives as long as the last tensor derived from it; then what was mapped for
+this lease alone is unmapped, and after that the lease ends (`session.Lifeline`).
 
 Guarantees: by default each lease maps its own run copy-on-write, so that an in-place write by one reader goes to its
 own pages and reaches neither another reader nor a redelivered entry. `readonly` shows the lasting shared mapping: warm
@@ -15,19 +15,21 @@ Not guaranteed: that a producer keeps its hands off tensors it got from `writabl
 If a party dies here: the kernel unmaps; nothing is recorded here.
 
 Sync points: none; the entry's state orders the bytes.
+
+Why not one tensor over the whole arena for all views: its storage would live for ever, and nobody could tell when the
+last view of an entry is gone.
 """
 
 from __future__ import annotations
 
-import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ..segment import Segment, Window, unmap
-from ..sync import outside
+from ..segment import Segment, Window
 from ..tensors import Placed, copy_in, view
-from . import PRIVATE
+from . import PRIVATE, Mapped
 
 
 class HostTransport:
@@ -41,41 +43,38 @@ class HostTransport:
         if run[1]:
             copy_in(_bytes_of(self._shared(run)), placed, tensors)
 
-    def writable(self, run: tuple[int, int], placed: Sequence[Placed],
-                 on_gone: Callable[[], object]) -> dict[str, torch.Tensor]:
-        return self._tensors(run, placed, self._shared, on_gone)
-
-    def views(self, run: tuple[int, int], placed: Sequence[Placed], how: str,
-              on_gone: Callable[[], object]) -> dict[str, torch.Tensor]:
-        return self._tensors(run, placed, self._private if how == PRIVATE else self._readonly, on_gone)
-
-    def _tensors(self, run: tuple[int, int], placed: Sequence[Placed], window_of: Callable[[tuple[int, int]], Window],
-                 on_gone: Callable[[], object]) -> dict[str, torch.Tensor]:
+    def writable(self, run: tuple[int, int], placed: Sequence[Placed], mapped: Mapped,
+                 when_gone: Callable[[weakref.ref], object]) -> dict[str, torch.Tensor]:
         if not run[1]:
-            outside(on_gone)
-            return {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in placed}
-        window = window_of(run)
-        window.on_gone = functools.partial(self._end, window.on_gone, on_gone)
-        base = _bytes_of(window)
-        return {tensor.name: view(base, tensor) for tensor in placed}
+            return _empty(placed)
+        window = self._shared(run)
+        mapped.watch(window, when_gone)
+        return _tensors(window, placed)
 
-    def _end(self, unmap_window: Callable[[], object] | None, on_gone: Callable[[], object]) -> None:
-        if self._segment.inherited:
-            return
-        if unmap_window is not None:
-            outside(unmap_window)
-        outside(on_gone)
-
-    def _private(self, run: tuple[int, int]) -> Window:
-        window = self._segment.private(self._arena_at + run[0], run[1])
-        window.on_gone = functools.partial(unmap, window.address, window.nbytes)
-        return window
-
-    def _readonly(self, run: tuple[int, int]) -> Window:
-        return self._segment.readonly(self._arena_at + run[0], run[1])
+    def views(self, run: tuple[int, int], placed: Sequence[Placed], how: str, mapped: Mapped,
+              when_gone: Callable[[weakref.ref], object]) -> dict[str, torch.Tensor]:
+        if not run[1]:
+            return _empty(placed)
+        at = self._arena_at + run[0]
+        if how == PRIVATE:
+            mapped.nbytes = run[1]
+            window = self._segment.private(at, run[1], mapped.addresses)
+        else:
+            window = self._segment.readonly(at, run[1])
+        mapped.watch(window, when_gone)
+        return _tensors(window, placed)
 
     def _shared(self, run: tuple[int, int]) -> Window:
         return self._segment.shared(self._arena_at + run[0], run[1])
+
+
+def _tensors(window: Window, placed: Sequence[Placed]) -> dict[str, torch.Tensor]:
+    base = _bytes_of(window)
+    return {tensor.name: view(base, tensor) for tensor in placed}
+
+
+def _empty(placed: Sequence[Placed]) -> dict[str, torch.Tensor]:
+    return {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in placed}
 
 
 def _bytes_of(window: Window) -> torch.Tensor:
