@@ -169,16 +169,16 @@ def copy_in(destination: torch.Tensor, placed: list[Placed], tensors: Mapping[st
             _copy(destination[tensor.offset : tensor.offset + tensor.nbytes], tensor, source)
 
 
-def view(base: torch.Tensor, placed: Placed) -> torch.Tensor:
-    """The tensor that lies in the run `base` (uint8, 1-D, 16-byte aligned storage offset): zero-copy, keeps `base`.
+def view(run: Any, run_bytes: int, placed: Placed) -> torch.Tensor:
+    """The tensor that lies in a run of `run_bytes`, which has the buffer protocol: zero-copy, keeps `run` alive.
 
     Raises SegmentBroken when the run is too short. A tensor of no bytes is a new, empty one.
     """
     if not placed.nbytes:
-        return base.new_empty(placed.shape, dtype=placed.dtype)
-    _check_fits(base, placed)
-    flat = base[placed.offset : placed.offset + placed.nbytes].view(placed.dtype)
-    return flat.as_strided(placed.shape, placed.strides)
+        return torch.empty(placed.shape, dtype=placed.dtype, device="cpu")
+    _check_fits(run_bytes, placed)
+    flat = torch.frombuffer(run, dtype=placed.dtype, count=placed.nbytes // placed.dtype.itemsize, offset=placed.offset)
+    return flat if len(placed.shape) == 1 else flat.as_strided(placed.shape, placed.strides)
 
 
 def bit_clone(source: torch.Tensor) -> torch.Tensor:
@@ -205,7 +205,7 @@ def _plain(source: Any, tensor: Placed, destination: torch.Tensor) -> torch.Tens
         raise InvalidTensor(
             f"tensor {tensor.name!r} is {source.dtype} {tuple(source.shape)}, placed as {tensor.dtype} {tensor.shape}"
         )
-    _check_fits(destination, tensor)
+    _check_fits(destination.numel(), tensor)
     if type(source) is torch.Tensor and not source.requires_grad:
         return source
     return source.detach().as_subclass(torch.Tensor)
@@ -233,12 +233,11 @@ def _same_layout(tensor: Placed, strides: tuple[int, ...]) -> bool:
     return all(ours == theirs or n == 1 for n, ours, theirs in zip(tensor.shape, tensor.strides, strides, strict=True))
 
 
-def _check_fits(run: torch.Tensor, placed: Placed) -> None:
-    # as_strided would be stopped only by the end of the whole storage
-    if placed.offset + placed.nbytes > run.numel():
-        raise SegmentBroken(
-            f"tensor {placed.name!r} ends at byte {placed.offset + placed.nbytes} of a run of {run.numel()}"
-        )
+def _check_fits(run_bytes: int, placed: Placed) -> None:
+    # the exporter of the buffer, or its storage, may be longer than the run
+    if placed.offset + placed.nbytes > run_bytes:
+        end = placed.offset + placed.nbytes
+        raise SegmentBroken(f"tensor {placed.name!r} ends at byte {end} of a run of {run_bytes}")
 
 
 # ---------------------------------------------------------------- what may be carried

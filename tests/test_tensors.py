@@ -41,6 +41,11 @@ def bits(tensor):
     return np.ndarray(tensor.shape, f"V{itemsize}", storage, tensor.storage_offset() * itemsize, strides).tobytes()
 
 
+def seen(run, tensor):
+    """The view of a placed tensor in a run that is a tensor itself."""
+    return view(run.numpy(), run.numel(), tensor)
+
+
 def carried(named):
     """What comes out of a fresh run that is surrounded by guard bytes, by way of the descriptor blob."""
     placed, run_bytes = place(named)
@@ -48,7 +53,7 @@ def carried(named):
     run = arena[256 : 256 + run_bytes]
     copy_in(run, placed, named)
     assert (arena[:256] == 0xA5).all() and (arena[256 + run_bytes :] == 0xA5).all()
-    return {tensor.name: view(run, tensor) for tensor in decode(encode(placed), run_bytes)}
+    return {tensor.name: seen(run, tensor) for tensor in decode(encode(placed), run_bytes)}
 
 
 def check_equal(out, source):
@@ -128,7 +133,7 @@ def test_the_layout_is_the_one_torch_would_keep(source):
     if source.numel() and all(kept.stride(at) == source.stride(at) for at in steps):  # torch calls it dense
         assert [placed.strides[at] for at in steps] == [source.stride(at) for at in steps]
     else:
-        assert view(torch.zeros(placed.nbytes, dtype=torch.uint8), placed).is_contiguous()
+        assert seen(torch.zeros(placed.nbytes, dtype=torch.uint8), placed).is_contiguous()
 
 
 def test_channels_last_and_transposed_keep_their_order():
@@ -186,7 +191,7 @@ def test_inference_tensors_and_modes_are_plain_bytes():
 def test_a_default_device_does_not_reach_the_views():
     with torch.device("meta"):
         (placed,), _ = place({"a": Spec((0, 3), torch.float32)})
-        assert view(torch.empty(0, dtype=torch.uint8, device="cpu"), placed).device.type == "cpu"
+        assert seen(torch.empty(0, dtype=torch.uint8, device="cpu"), placed).device.type == "cpu"
 
 
 # ---------------------------------------------------------------- placing
@@ -210,9 +215,9 @@ def test_a_placed_tensor_cannot_be_changed():
 def test_a_view_is_zero_copy():
     placed, run_bytes = place({"a": torch.zeros(2, 3)})
     run = torch.zeros(run_bytes, dtype=torch.uint8)
-    view(run, placed[0]).fill_(1.0)
+    seen(run, placed[0]).fill_(1.0)
     assert run.view(torch.float32).tolist() == [1.0] * 6
-    assert view(run, placed[0]).data_ptr() == run.data_ptr()
+    assert seen(run, placed[0]).data_ptr() == run.data_ptr()
 
 
 @pytest.mark.parametrize("shape", [(-1,), (True,), (1.0,), ("1",), 5, None, (1,) * 65, (2**62,), (2**40, 2**40, 0)],
@@ -354,8 +359,8 @@ def test_a_short_run_is_never_left():
     with pytest.raises(SegmentBroken):
         copy_in(arena[: run_bytes - 1], placed, {"a": torch.ones(3), "b": torch.ones(3)})
     with pytest.raises(SegmentBroken):
-        view(arena[: run_bytes - 1], placed[1])
-    assert not arena.any() and view(arena[:run_bytes], placed[1]).shape == (3,)
+        seen(arena[: run_bytes - 1], placed[1])
+    assert not arena.any() and seen(arena[:run_bytes], placed[1]).shape == (3,)
 
 
 # ---------------------------------------------------------------- descriptors
@@ -399,7 +404,7 @@ def check_within(placed, run_bytes):
             assert (reach + 1) * tensor.dtype.itemsize <= tensor.nbytes
             assert tensor.offset % 256 == 0 and tensor.offset + tensor.nbytes <= run_bytes
             taken.append((tensor.offset, tensor.offset + tensor.nbytes))
-            view(torch.zeros(run_bytes, dtype=torch.uint8), tensor)
+            seen(torch.zeros(run_bytes, dtype=torch.uint8), tensor)
     assert all(one[1] <= other[0] for one, other in zip(sorted(taken), sorted(taken)[1:], strict=False))
 
 

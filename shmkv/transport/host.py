@@ -46,7 +46,7 @@ class HostTransport:
     def writable(self, run: tuple[int, int], placed: Sequence[Placed], mapped: Mapped,
                  when_gone: Callable[[weakref.ref], object]) -> dict[str, torch.Tensor]:
         if not run[1]:
-            return _empty(placed)
+            return _tensors(None, placed)
         window = self._shared(run)
         mapped.watch(window, when_gone)
         return _tensors(window, placed)
@@ -54,7 +54,7 @@ class HostTransport:
     def views(self, run: tuple[int, int], placed: Sequence[Placed], how: str, mapped: Mapped,
               when_gone: Callable[[weakref.ref], object]) -> dict[str, torch.Tensor]:
         if not run[1]:
-            return _empty(placed)
+            return _tensors(None, placed)
         at = self._arena_at + run[0]
         if how == PRIVATE:
             mapped.nbytes = run[1]
@@ -68,13 +68,9 @@ class HostTransport:
         return self._segment.shared(self._arena_at + run[0], run[1])
 
 
-def _tensors(window: Window, placed: Sequence[Placed]) -> dict[str, torch.Tensor]:
-    base = _bytes_of(window)
-    return {tensor.name: view(base, tensor) for tensor in placed}
-
-
-def _empty(placed: Sequence[Placed]) -> dict[str, torch.Tensor]:
-    return {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in placed}
+def _tensors(window: Window | None, placed: Sequence[Placed]) -> dict[str, torch.Tensor]:
+    run_bytes = window.nbytes if window is not None else 0
+    return {tensor.name: view(window, run_bytes, tensor) for tensor in placed}
 
 
 def _bytes_of(window: Window) -> torch.Tensor:
