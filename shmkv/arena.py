@@ -208,22 +208,3 @@ class Arena:
         if at < self._n_units:
             holes.append((at, self._n_units - at))
         return holes
-
-
-class Gaps:
-    """What would be free if runs were given back: the stretches and the longest of them; changes nothing."""
-
-    def __init__(self, holes: Iterable[tuple[int, int]]):
-        self._length_at, self._start_to, self.longest = {}, {}, 0
-        for start, nbytes in holes:
-            self.add(start, nbytes)
-
-    def add(self, start: int, nbytes: int) -> None:
-        """Join a run (in bytes, whole units) with the stretches that it touches."""
-        if not nbytes:
-            return
-        stop = start + nbytes
-        start = self._start_to.pop(start, start)
-        stop += self._length_at.pop(stop, 0)
-        self._length_at[start], self._start_to[stop] = stop - start, start
-        self.longest = max(self.longest, stop - start)

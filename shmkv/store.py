@@ -26,13 +26,12 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-from . import recovery
-from .arena import Gaps
+from . import eviction, recovery
 from .entries import DROPPED, FREE, READY, RESERVED, TAKEN, meta_parts
 from .errors import TableFull
 from .journal import EventKind
 from .keys import Key
-from .layout import META_UNIT_BYTES, Counter, Entry, Header, Lease, Peer
+from .layout import Counter, Entry, Header, Lease, Peer
 from .leases import Hold, LeaseKind, Outcome
 from .news import News, Ring
 from .peers import CONSUMER, PRODUCER, Attachment
@@ -328,27 +327,11 @@ class Store:
 
     def _evict_for(self, request: Request) -> bool:
         """Evict least recently used entries that nobody holds until the request fits; False, and none, if it cannot."""
-        victims = self._victims(request)
+        victims = eviction.victims(self.tables, request.run_bytes, request.meta_bytes)
         for slot in victims or ():
             self._mutate()
             self._remove_ready(slot, EventKind.EVICTED, Counter.evicted)
         return victims is not None
-
-    def _victims(self, request: Request) -> list[int] | None:
-        """Whom to evict, longest unused first; None if not even all would do."""
-        if not self._leases.n_free():
-            return None
-        entries, tables, victims = self._entries, self.tables, []
-        holders, used_ns = entries.column(Entry.holders), entries.column(Entry.used_ns)
-        payload, meta = Gaps(tables.arena.holes()), Gaps(tables.meta.holes())
-        for slot in sorted((slot for slot in entries.slots(READY) if not holders[slot]), key=used_ns.__getitem__):
-            victims.append(slot)
-            payload.add(*entries.run(slot))
-            start, nbytes = entries.meta(slot)
-            meta.add(start, -(-nbytes // META_UNIT_BYTES) * META_UNIT_BYTES)
-            if payload.longest >= request.run_bytes and meta.longest >= request.meta_bytes:
-                return victims
-        return None
 
     # ------------------------------------------------------------ letting go
 

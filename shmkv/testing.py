@@ -8,6 +8,7 @@
 - `kv_leaks`: fails the test if it leaves an object in /dev/shm, a semaphore, a descriptor or a mapping of a segment.
 - Every test that uses one of these has a watchdog (60 s, or `@pytest.mark.kv_timeout(seconds)`): it prints all stacks,
   kills the children and fails the test.
+- `eventually(condition)`: wait for a condition instead of sleeping.
 - `die_at_store(k)`: a context manager that SIGKILLs this process just before its k-th store into a segment.
 
 Children are made by forkserver with torch loaded, in tens of milliseconds; `kv_spawn(..., method="spawn")` starts a
@@ -26,6 +27,7 @@ import secrets
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
@@ -184,6 +186,16 @@ def kv_leaks() -> Iterator[None]:
     yield
     left = residue() - before
     assert not left, f"left behind: {sorted(left)}"
+
+
+def eventually(condition: Callable[[], object], timeout: float = 10.0) -> float:
+    """Wait until the condition holds, instead of sleeping for a guessed time; returns how many seconds that took."""
+    started = time.monotonic()
+    while not condition():
+        if time.monotonic() - started > timeout:
+            raise TimeoutError(f"the condition did not come true within {timeout} s")
+        time.sleep(0.002)
+    return time.monotonic() - started
 
 
 def unique_name() -> str:

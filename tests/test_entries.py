@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 
 import pytest
 import torch
@@ -12,19 +11,10 @@ from shmkv import segment
 from shmkv.entries import DROPPED, FREE, MOVES, READY, RESERVED, TAKEN, Entries, EntryState
 from shmkv.layout import PAGE_BYTES, Entry, Geometry, Header, Layout, Lease
 from shmkv.leases import Hold, LeaseKind, Leases, Outcome
-from shmkv.testing import unique_name
+from shmkv.testing import eventually, unique_name
 
 X = {"x": torch.arange(4096, dtype=torch.int64).to(torch.uint8)}
 STATES = [int(state) for state in EntryState]
-
-
-def eventually(condition, seconds=10.0):
-    """Wait until the condition holds; returns how long that took."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < seconds, "the condition never came true"
-        time.sleep(0.002)
-    return time.monotonic() - started
 
 
 def nameless(slots=4, leases=4):

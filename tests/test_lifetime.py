@@ -15,20 +15,11 @@ import torch
 
 import shmkv
 from shmkv import Spec, segment
-from shmkv.testing import ChildDied, unique_name
+from shmkv.testing import ChildDied, eventually, unique_name
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PAGE = torch.arange(4096, dtype=torch.int64).to(torch.uint8)
 OTHER = 255 - PAGE
-
-
-def eventually(condition, seconds=10.0):
-    """Wait until the condition holds; returns how long that took."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < seconds, "the condition never came true"
-        time.sleep(0.002)
-    return time.monotonic() - started
 
 
 def run_here(function, *args):

@@ -17,20 +17,11 @@ import torch
 import shmkv
 from shmkv import segment as seg
 from shmkv.layout import FORMAT, GEOMETRY_FIELDS, MAGIC, Header
-from shmkv.testing import unique_name
+from shmkv.testing import eventually, unique_name
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PAGE = torch.arange(4096, dtype=torch.int64).to(torch.uint8)
 GUARDED = ("magic", "format", "file_bytes", *GEOMETRY_FIELDS)
-
-
-def eventually(condition, seconds=10.0):
-    """Wait until the condition holds; returns how long that took."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < seconds, "the condition never came true"
-        time.sleep(0.002)
-    return time.monotonic() - started
 
 
 def image(path):

@@ -11,20 +11,11 @@ import shmkv
 from shmkv import segment, sync
 from shmkv.layout import PAGE_BYTES, Counter, Geometry, Layout, Peer
 from shmkv.signals import SignalKind, Signals
-from shmkv.testing import die_at_store, unique_name
+from shmkv.testing import die_at_store, eventually, unique_name
 
 ENDLESS = 1 << 64
 X = {"x": torch.zeros(4096, dtype=torch.uint8)}
 NEAR_WRAP = [0, 1, ENDLESS - 1, ENDLESS - 2, ENDLESS - 5]
-
-
-def eventually(condition, seconds=10.0):
-    """Wait until the condition holds; returns how long that took."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < seconds, "the condition never came true"
-        time.sleep(0.002)
-    return time.monotonic() - started
 
 
 class Ring:

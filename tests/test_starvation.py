@@ -9,20 +9,12 @@ import torch
 import shmkv
 from shmkv import Spec, sync
 from shmkv.starvation import FULL, ORPHANED
+from shmkv.testing import eventually
 
 X = {"x": torch.zeros(4096, dtype=torch.uint8)}
 LATE = "no such entry within"
 PATIENCE_S = sync.RECHECK_NS / 1e9 + 0.25  # longer than any waiter sleeps without looking
 NOTICED_S = 2.0
-
-
-def eventually(condition, seconds=10.0):
-    """Wait until the condition holds; returns how long that took."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < seconds, "the condition never came true"
-        time.sleep(0.002)
-    return time.monotonic() - started
 
 
 class Waiter(threading.Thread):

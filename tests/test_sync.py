@@ -18,19 +18,11 @@ import shmkv
 from shmkv import segment, sync
 from shmkv.layout import Counter, Header, Wait
 from shmkv.peers import Place, WaitState
+from shmkv.testing import eventually
 
 SPARE = Counter.words - 1  # a word of the counters that has no name yet: the tests' own shared scalar
 X = {"x": torch.zeros(4096, dtype=torch.uint8)}
 SLACK_S = 0.5
-
-
-def eventually(condition, seconds=10.0):
-    """Wait until the condition holds; returns how long that took."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < seconds, "the condition never came true"
-        time.sleep(0.002)
-    return time.monotonic() - started
 
 
 def spare(shared):

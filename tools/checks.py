@@ -23,7 +23,7 @@ FLOORS = {
     "signals": 5, "journal": 5, "entries": 5, "leases": 5, "arena": 5, "prefix": 5, "keys": 5, "tensors": 5,
     "residue": 5,
     "tables": 6, "transport": 6,
-    "recovery": 7, "news": 7, "starvation": 7, "transport.host": 7,
+    "eviction": 7, "recovery": 7, "news": 7, "starvation": 7, "transport.host": 7,
     "store": 8,
     "session": 9,
     "handles": 10,
