@@ -94,19 +94,21 @@ class Leases:
             words[Header.leases_high] = index + 1
 
     def release(self, hold: Hold) -> bool:
-        """End a lease, without the lock; False if it was no longer held."""
+        """End a lease, without the lock; whether it was held until now. Called again, it makes up for an interrupt."""
         words = self._words
         if hold.index < 0:
             return False
         at = self._area.word + hold.index * self._area.stride
-        if words[at + Lease.held] != hold.generation or words[at + Lease.released] == hold.generation:
+        if words[at + Lease.held] != hold.generation:
             return False
-        words[at + Lease.outcome] = hold.outcome
-        fence()
-        words[at + Lease.released] = hold.generation  # SYNC POINT lease-released (store)
+        first = words[at + Lease.released] != hold.generation
+        if first:
+            words[at + Lease.outcome] = hold.outcome
+            fence()
+            words[at + Lease.released] = hold.generation  # SYNC POINT lease-released (store)
         words[Header.releases_pending] = 1
         fence()
-        return True
+        return first
 
     def released(self) -> list[int]:
         """The records to collect; under the lock."""
