@@ -1,9 +1,10 @@
-"""`shmkv bench`: the hand-off and the copy, each beside its limit, measured in one run.
+"""`shmkv bench`: the hand-off and the copy, each beside its limit, and the look-up, measured in one run.
 
 Handoff: microseconds from the producer's seal() of tensors made in place to the waiting consumer holding views, beside
 the round trip of two bare posix_ipc semaphores between the same two processes. Copy: insert() of a private tensor,
-beside one bare `torch.copy_` of the same bytes into warm shared memory. Sizes and subjects take turns round by round,
-after warm-up rounds, so that the machine's moods fall on all alike. Medians and percentiles, never means.
+beside one bare `torch.copy_` of the same bytes into warm shared memory. Lookup: the prefix order by itself. What is
+compared takes turns round by round, after warm-up rounds, so that the machine's moods fall on all alike. Medians and
+percentiles, never means.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import json
 import platform
 import sys
 
-from . import copying, handoff
+from . import copying, handoff, lookup
 from .report import machine, table
 
-SECTIONS = {"handoff": handoff.run, "copy": copying.run}
+SECTIONS = {"handoff": handoff.run, "copy": copying.run, "lookup": lookup.run}
 
 
 def main(argv: list[str] | None = None) -> int:
