@@ -239,7 +239,7 @@ class Lifeline:
         for mapped in self._mapped:
             mapped.unmap()
         self._session.released(self)
-        self._handle = None
+        self._handle, self._mapped = None, []  # they refer back to this: leave no cycle for the collector
 
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
