@@ -107,15 +107,17 @@ class Segment:
 
     def reopen(self) -> int:
         """A new open file description of the same object, whatever became of its name; close it with `forget`."""
-        fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
-        self.lock_fds.add(fd)
+        with _forking:
+            fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+            self.lock_fds.add(fd)
         return fd
 
     def forget(self, fd: int) -> None:
         """Close a descriptor of `reopen`, which drops its locks; a forked child closed it at birth."""
-        if fd in self.lock_fds:
-            self.lock_fds.discard(fd)
-            os.close(fd)
+        with _forking:
+            if fd in self.lock_fds:
+                self.lock_fds.discard(fd)
+                os.close(fd)
 
     def private(self, at: int, nbytes: int, addresses: list[int]) -> Window:
         """Map `nbytes` at file offset `at` copy-on-write. The address goes into `addresses` at once, to be unmapped
@@ -346,10 +348,14 @@ def check_ours(segment: Segment) -> None:
 
 
 _live: weakref.WeakSet[Segment] = weakref.WeakSet()
+_forking = threading.RLock()
+"""held during a fork, and while a description is made or closed: a child must know all that it inherits"""
 
 
 def _disown_in_child() -> None:
     """A forked child holds no claim: it closes every description that carries a lock and never unlocks one."""
+    global _forking
+    _forking = threading.RLock()
     for segment in list(_live):
         segment.inherited = True
         for fd in list(segment.lock_fds):
@@ -357,4 +363,5 @@ def _disown_in_child() -> None:
         segment.lock_fds.clear()
 
 
-os.register_at_fork(after_in_child=_disown_in_child)
+os.register_at_fork(before=lambda: _forking.acquire(), after_in_parent=lambda: _forking.release(),
+                    after_in_child=_disown_in_child)

@@ -25,6 +25,7 @@ import time
 from enum import IntEnum
 from typing import NamedTuple
 
+from .errors import SegmentBroken
 from .layout import Counter, Peer
 from .layout import Signal as Record
 from .segment import Segment
@@ -57,6 +58,7 @@ class Signal(NamedTuple):
 
 
 _ENDLESS = 1 << 64
+_KINDS = frozenset(SignalKind)
 
 
 class Signals:
@@ -102,6 +104,8 @@ class Signals:
 
     def _signal(self, record: int) -> Signal:
         words = self._words
+        if words[record + Record.kind] not in _KINDS:
+            raise SegmentBroken(f"a signal of kind {words[record + Record.kind]}")
         return Signal(SignalKind(words[record + Record.kind]), words[record + Record.sequence],
                       words[record + Record.slot], words[record + Record.sender], words[record + Record.value],
                       words[record + Record.time_ns])

@@ -28,7 +28,7 @@ from typing import NamedTuple, TypeVar
 
 from . import eviction, recovery
 from .entries import DROPPED, FREE, READY, RESERVED, TAKEN, meta_parts
-from .errors import TableFull
+from .errors import ClosedError, SegmentBroken, ShmkvError, TableFull
 from .journal import EventKind
 from .keys import Key
 from .layout import Counter, Entry, Header, Lease, Peer
@@ -40,6 +40,8 @@ from .starvation import EARLY
 from .tables import Tables
 
 T = TypeVar("T")
+_NONSENSE = (IndexError, ValueError, OverflowError)
+"""what words of hostile or torn bytes raise where they are used as an index, an offset, a count or an enum"""
 
 
 class Request(NamedTuple):
@@ -77,11 +79,25 @@ class Store:
         self._memory, self._meta_base = tables.memory, tables.layout.meta.at
         self.me = Attachment.none(tables.segment)
         self.news = News(tables)
+        self._left = False
 
     # ------------------------------------------------------------ the section
 
     def section(self, body: Callable[[], T]) -> tuple[T, list[Ring]]:
         """Run `body` on sound tables; returns its result and whom to ring once outside the lock."""
+        if self._left:
+            raise ClosedError("this handle was closed by another thread meanwhile")
+        try:
+            self._tidy()
+            result = body()
+            self._rest()
+        except ShmkvError:
+            raise
+        except _NONSENSE as error:
+            raise SegmentBroken(f"the segment's bytes make no sense: {type(error).__name__}: {error}") from error
+        return result, self.news.take_rings()
+
+    def _tidy(self) -> None:
         words = self.words
         if words[Header.mutation] & 1:  # SYNC POINT mutation (load)
             self.recover()
@@ -90,9 +106,6 @@ class Store:
         expiry = words[Header.next_expiry_ns]
         if expiry and time.monotonic_ns() >= expiry:
             self.expire()
-        result = body()
-        self._rest()
-        return result, self.news.take_rings()
 
     def recover(self) -> None:
         """Rebuild what is derived, then settle the dead."""
@@ -148,6 +161,7 @@ class Store:
         peer, words = self._my_index(), self.words
         words[self.tables.peers.at(peer) + Peer.closed] = 1
         self.tables.waits.clear_peer(peer)
+        self._left = True
         if any(words[self._leases.at(index) + Lease.peer] == peer for index in self._leases.held()):
             self.news.left(peer)
         else:

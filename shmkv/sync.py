@@ -172,6 +172,8 @@ _descriptions: weakref.WeakSet[_Description] = weakref.WeakSet()
 
 def _leave_in_child() -> None:
     """A forked child never unlocks what its parent holds; segment's hook closes the descriptors."""
+    global _fence
+    _fence = threading.Lock()  # another thread of the parent may have held it
     for description in list(_descriptions):
         description.close()
     _me.inside.clear()
