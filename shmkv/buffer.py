@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from . import recovery, segment, starvation, sync, tensors
 from .entries import EntryState, meta_parts
 from .errors import ArenaFull, InvalidArgument, ShmkvError, TimedOut, TooLarge
-from .handles import Hit, Miss, Reserved
+from .handles import Hit, Miss, Reserved, Single
 from .keys import Key, key
 from .layout import META_UNIT_BYTES, PAGE_BYTES, Counter, Peer
 from .leases import LeaseKind, Outcome
@@ -33,15 +33,17 @@ ON_FULL = ("wait", "evict", "error")
 INSERT_TIMEOUT_S = 10.0
 
 
-class KVBuffer:
+class KVBuffer(Single):
     """A handle of a look-up buffer in shared memory. Made by `shmkv.create` and `shmkv.attach`.
 
     Threads may share a handle; a forked child must attach anew. Every call that can wait takes `timeout` in seconds:
     0 looks once, None waits for ever.
     """
 
-    def __init__(self, shared: segment.Segment, role: str, tables: Tables | None = None):
-        self._session = Session(shared, role, tables)
+    def __init__(self, shared: segment.Segment, role: str, until: int, tables: Tables | None = None, own: bool = False):
+        self._session = Session(shared, role, until, tables)
+        if own:
+            shared.owned = self._session.run(self._session.store.adopt, until)
         self._transport = HostTransport(shared)
         self._reading = threading.Lock()
         self.name = shared.name
@@ -93,7 +95,7 @@ class KVBuffer:
 
         A Miss may come before the deadline: when the buffer is full and nobody can go on but by a miss, or when every
         producer that was there is gone; its `reason` says so. If this process dies before it released the entry,
-        another consumer gets it.
+        another consumer gets it. Raises TimedOut if a stopped process holds the lock, TableFull if all leases are held.
         """
         return self._select(LeaseKind.TAKE, tokens, roi, namespace, match, min_tokens, timeout, readonly, copy)
 
@@ -134,11 +136,11 @@ class KVBuffer:
         return self._session.closed
 
     def unlink(self) -> bool:
-        """Remove the segment's name, if this process created it; attached processes go on. True if it was removed."""
+        """Remove the segment's name, if this handle owns it; attached processes go on. True if it was removed now."""
         return self._session.segment.unlink()
 
     def close(self) -> None:
-        """Detach; the creator also removes the name. Views that still live stay readable. Idempotent."""
+        """Detach; the owner also removes the name. Views that still live stay readable. Idempotent."""
         self._session.segment.unlink()
         self._session.close()
 
@@ -284,12 +286,26 @@ def _stats(tables: Tables) -> Stats:
 
 
 def _no_room(tables: Tables, request: Request, timeout: float | None, at_once: bool) -> ShmkvError:
+    """What is short, in the words of create(): the error an insert raises. Nothing was changed."""
     tables.count(Counter.timeouts)
-    arena, meta = tables.arena, tables.meta
-    text = (f"need a run of {request.run_bytes} B and {request.meta_bytes} B of meta data; free are "
-            f"{arena.free_bytes} B, the largest run {arena.largest_bytes} B; {meta.free_bytes} B of meta data, "
-            f"the largest {meta.largest_bytes} B; {tables.entries.free_count()} slots, {tables.leases.n_free()} leases")
-    return ArenaFull(text) if at_once else TimedOut(f"no room within {timeout} s: {text}")
+    arena, meta, leases = tables.arena, tables.meta, tables.leases
+    if not tables.entries.free_count():
+        text, hint = f"all {tables.entries.count} slots hold entries", "raise slots= in shmkv.create()"
+    elif not leases.n_free():
+        text, hint = f"all {leases.count} leases are held", "release hits sooner, or raise leases= in shmkv.create()"
+    elif not meta.fits(request.meta_bytes):
+        text = (f"token ids and descriptors need {request.meta_bytes} B, {meta.free_bytes} B are free, "
+                f"{meta.largest_bytes} B of them in one piece")
+        hint = "raise meta_capacity= in shmkv.create()"
+    else:
+        text = (f"the tensors need {request.run_bytes} B, {arena.free_bytes} B are free, "
+                f"{arena.largest_bytes} B of them in one piece")
+        hint = 'raise capacity= in shmkv.create(), release hits sooner, or pass on_full="evict"'
+    held = len(leases.held())
+    text = f"no room: {text}; {held} leases hold entries, which cannot be evicted. Nothing was changed"
+    if at_once:
+        return ArenaFull(text, hint=f"{hint}; timeout= waits")
+    return TimedOut(f"{text}, {timeout} s after the call", hint=f"{hint}; raise timeout=")
 
 
 def _request(wanted: Key, placed: list[tensors.Placed], payload_bytes: int, ttl: float | None) -> Request:
@@ -300,7 +316,7 @@ def _request(wanted: Key, placed: list[tensors.Placed], payload_bytes: int, ttl:
     roi_tokens = len(wanted.roi) if wanted.roi is not None else 0
     meta_bytes = meta_parts(len(wanted.data), roi_tokens, len(descriptors))[2]
     return Request(wanted, descriptors, len(placed), sum([tensor.nbytes for tensor in placed]), run_bytes,
-                   round(ttl * 1e9) if ttl is not None else 0, roi_tokens, meta_bytes)
+                   max(1, round(ttl * 1e9)) if ttl is not None else 0, roi_tokens, meta_bytes)
 
 
 def _check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:

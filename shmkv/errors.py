@@ -40,7 +40,7 @@ class InvalidTokens(InvalidArgument):
 class InvalidNamespace(InvalidArgument):
     """A namespace value that has no canonical encoding."""
 
-    hint = "use str keys; str, bytes, int, float, bool, None, or lists and mappings of these as values"
+    hint = "use str keys; str, bytes, int, float, bool, None, or lists and mappings of these as values, or str(value)"
 
 
 class InvalidTensor(InvalidArgument):
@@ -70,13 +70,13 @@ class ReentryError(ShmkvError):
 class NoSuchSegment(ShmkvError, FileNotFoundError):
     """No segment of this name is on this host (or not in this container's /dev/shm)."""
 
-    hint = "is the creator up, and is it the same /dev/shm? containers share it with --ipc"
+    hint = "is the creator up? attach(name, timeout=60) waits for it; containers share /dev/shm with --ipc"
 
 
 class SegmentExists(ShmkvError, FileExistsError):
     """The name is taken. The existing segment was not touched."""
 
-    hint = "attach() to it, pass exist_ok=True, or choose another name"
+    hint = "attach() to it, pass exist_ok=True (it becomes yours if its owner is dead), or choose another name"
 
 
 class NotOurs(ShmkvError, PermissionError):
@@ -114,7 +114,7 @@ class TooLarge(ShmkvError):
 class ArenaFull(ShmkvError):
     """The entry does not fit now. Nothing was changed."""
 
-    hint = 'raise capacity=, release hits sooner, or use on_full="wait" or "evict"'
+    hint = 'raise capacity= or timeout=, release hits sooner, or use on_full="evict"'
 
 
 class TableFull(ShmkvError):

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from . import keys
 from . import namespace as namespaces
 from .entries import meta_parts
-from .errors import Cancelled, ClosedError, InvalidTensor
+from .errors import Cancelled, ClosedError, InvalidArgument, InvalidTensor
 from .leases import Outcome
-from .session import Session
+from .session import Opening, Session
 from .store import Grant
 from .sync import deadline
-from .tensors import Placed, bit_clone, bit_copy, decode
+from .tensors import Placed, bit_clone, bit_copy, check_target, decode
 from .transport import PRIVATE, READONLY, Transport
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ class Miss:
     def __bool__(self) -> bool:
         return False
 
+    def __getitem__(self, name: str) -> torch.Tensor:
+        raise KeyError(f"{name!r}: this look-up is a miss ({self.reason}); ask `if hit:` first")
+
     def __enter__(self) -> Miss:
         return self
 
@@ -48,7 +51,15 @@ class Miss:
         return f"<shmkv.Miss: {self.reason}>"
 
 
-class Hit(Mapping[str, "torch.Tensor"]):
+class Single:
+    """Neither copied nor pickled: a second object would not hold what the first one holds."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise InvalidArgument(f"a {type(self).__name__} can be neither copied nor pickled",
+                              hint="pass buffer.name to other processes, and hit.copy() for tensors of your own")
+
+
+class Hit(Single, Mapping[str, "torch.Tensor"]):
     """An entry that was found: a mapping of tensor names to tensors, truthy, usable in `with`.
 
     The tensors are views of the entry's bytes. By default writes to them stay in this process; with `readonly=True` a
@@ -88,7 +99,8 @@ class Hit(Mapping[str, "torch.Tensor"]):
     def release(self, *, returned: bool = False) -> None:
         """Let go of the entry. Its bytes are reused when the last tensor derived from it is gone too. Idempotent.
 
-        `returned=True` puts a drop-selected entry back for another consumer, unchanged and in its old place.
+        `returned=True` puts a drop-selected entry back for another consumer, unchanged and in its old place. Leaving a
+        `with` block, by an exception too, is a plain release: what was taken counts as consumed.
         """
         if returned and not self._released:
             self._lifeline.hold.outcome = Outcome.RETURNED
@@ -125,6 +137,7 @@ class Hit(Mapping[str, "torch.Tensor"]):
         """Copy tensors into the given ones, by name; refused before a byte moves if a shape or dtype differs."""
         for name, target in targets.items():
             source = self[name]
+            check_target(name, target)
             if (source.shape, source.dtype) != (target.shape, target.dtype):
                 raise InvalidTensor(f"tensor {name!r} is {source.dtype} {tuple(source.shape)}, "
                                     f"the target {target.dtype} {tuple(target.shape)}")
@@ -132,7 +145,7 @@ class Hit(Mapping[str, "torch.Tensor"]):
             bit_copy(target, self[name])
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._views()[name]
+        return _named(self._views(), name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._views())
@@ -165,8 +178,11 @@ class Hit(Mapping[str, "torch.Tensor"]):
         if self._tensors is None:
             _, start, end = meta_parts(*self._header)
             placed = decode(self._meta[start:end], self._run[1])
-            lifeline = self._lifeline
-            self._tensors = self._transport.views(self._run, placed, self._how, lifeline.mapped(), lifeline.asked)
+            lifeline, opening = self._lifeline, Opening()
+            views = self._transport.views(self._run, placed, self._how, lifeline.mapped(opening), lifeline.asked)
+            if self._released:
+                raise ClosedError("this hit was released by another thread meanwhile")
+            self._tensors = views
         return self._tensors
 
     def copy_out(self) -> None:
@@ -179,7 +195,7 @@ class Hit(Mapping[str, "torch.Tensor"]):
             self._session.settle()
 
 
-class Reserved(Mapping[str, "torch.Tensor"]):
+class Reserved(Single, Mapping[str, "torch.Tensor"]):
     """A producer's entry in the making: tensors to write into, sealed on leaving the block, aborted on an exception.
 
     Do not write to the tensors after sealing: consumers see the same bytes. The entry's bytes stay in use as long as
@@ -207,8 +223,8 @@ class Reserved(Mapping[str, "torch.Tensor"]):
         if sources is not None:
             self._transport.write(run, placed, sources)
         else:
-            lifeline = self._lifeline
-            self._tensors = self._transport.writable(run, placed, lifeline.mapped(), lifeline.asked)
+            lifeline, opening = self._lifeline, Opening()
+            self._tensors = self._transport.writable(run, placed, lifeline.mapped(opening), lifeline.asked)
 
     def seal(self) -> int:
         """Make the entry visible and return its sequence. Raises Cancelled if somebody cancelled it meanwhile."""
@@ -232,7 +248,7 @@ class Reserved(Mapping[str, "torch.Tensor"]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         self._entry()
-        return self._tensors[name]
+        return _named(self._tensors, name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -242,6 +258,11 @@ class Reserved(Mapping[str, "torch.Tensor"]):
 
     def __bool__(self) -> bool:
         return True
+
+    def __repr__(self) -> str:
+        if self._grant is None:
+            return "<shmkv.Reserved: sealed or aborted>"
+        return f"<shmkv.Reserved {self._grant.sequence}: {self._grant.n_tokens} tokens, {self._grant.payload_bytes} B>"
 
     def __enter__(self) -> Reserved:
         return self
@@ -271,6 +292,13 @@ class Reserved(Mapping[str, "torch.Tensor"]):
             self._lifeline.settled()
         else:
             self._lifeline.drop_handle()
+
+
+def _named(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    try:
+        return tensors[name]
+    except KeyError:
+        raise KeyError(f"no tensor {name!r} in this entry; there are: {', '.join(map(repr, tensors))}") from None
 
 
 __all__ = ["PRIVATE", "READONLY", "Hit", "Miss", "Reserved"]

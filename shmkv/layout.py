@@ -53,6 +53,8 @@ class Header(Record):
     arena_bytes: Annotated[int, "geometry: arena of payload"]
     geometry_check: Annotated[int, "checksum of the words from format to arena_bytes"]
     instance: Annotated[int, "random identity of this segment"]
+    owner: Annotated[int, "peer index + 1 of the owner, who removes the name"]
+    owner_generation: Annotated[int, "of that peer record"]
     owner_pid: Annotated[int, "creator, for humans"]
     born_ns: Annotated[int, "wall clock at creation, for humans"]
     unlinked: Annotated[int, "1: the owner removed the name"]

@@ -70,6 +70,7 @@ class News:
         for at in waits:
             if not family or words[at + Wait.family] in (0, family):
                 self._tables.signals.post(words[at + Wait.peer], signal, self.sender)
+                self._note(WaitKind.SIGNAL, 0, words[at + Wait.peer])
         if waits:
             self._note(wait, family, -1)
 

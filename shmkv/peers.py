@@ -72,12 +72,12 @@ class Peers:
 
     def claim(self, role: str) -> Attachment:
         """Take a free record for a new handle; under the lock."""
-        fd = self._segment.reopen()
+        claim = Attachment(self._segment, 0, 0, self._segment.reopen())  # ends itself if nothing comes of it
         for index, at in enumerate(self._records):
-            if self._words[at + Peer.state] == FREE and _ofd_lock(fd, self._byte(index), fcntl.F_OFD_SETLK):
+            if self._words[at + Peer.state] == FREE and _ofd_lock(claim.fd, self._byte(index), fcntl.F_OFD_SETLK):
                 self._fill(at, role)
-                return Attachment(self._segment, index, self._words[at + Peer.generation], fd)
-        self._segment.forget(fd)
+                claim.index, claim.generation = index, self._words[at + Peer.generation]
+                return claim
         raise TableFull(f"all {self.count} peer records are taken", hint="raise peers= in shmkv.create()")
 
     def at(self, index: int) -> int:
@@ -128,7 +128,7 @@ class Attachment:
     """One handle's claim to its peer record; the claim lasts until `end` or the last lease that needs it."""
 
     def __init__(self, segment: Segment, index: int, generation: int, fd: int):
-        self.segment, self.index, self.generation, self._fd = segment, index, generation, fd
+        self.segment, self.index, self.generation, self.fd = segment, index, generation, fd
 
     @classmethod
     def none(cls, segment: Segment) -> Attachment:
@@ -137,7 +137,7 @@ class Attachment:
 
     def end(self) -> None:
         """Drop the liveness byte: from now on the record counts as a dead peer's."""
-        fd, self._fd = self._fd, -1
+        fd, self.fd = self.fd, -1
         if fd >= 0:
             self.segment.forget(fd)
 

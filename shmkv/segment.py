@@ -7,7 +7,8 @@ step; so whoever can open the name sees a complete segment, and a creator that d
 
 Guarantees: creation is exclusive and mode 0600; storage is reserved (posix_fallocate) and touched before the name
 exists; attaching checks kind, owner, mode, format and sizes before it maps, and changes neither size nor content; only
-the process that created a segment unlinks it, and only while the name still leads to that very object.
+the owner of a segment (its creator, or who took it over after the creator's death) unlinks it, and only while the name
+still leads to that very object.
 
 Not guaranteed: a name says nothing about identity; `instance` in the header does.
 
@@ -32,9 +33,11 @@ import stat
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 
-from .errors import InheritedHandle, InvalidName, NoSuchSegment, NotOurs, SegmentExists, StorageFull
+from .errors import InheritedHandle, InvalidName, NoSuchSegment, NotOurs, SegmentExists, ShmkvError, StorageFull
 from .layout import MAGIC, PAGE_BYTES, Header, Layout, header_words, read_header
 
 log = logging.getLogger("shmkv")
@@ -60,7 +63,7 @@ class Segment:
     """One mapped segment. `words` and `memory` are the shared bytes as 64-bit words and as bytes."""
 
     def __init__(self, name: str, fd: int, layout: Layout, created: bool):
-        self.name, self.layout, self.created = name, layout, created
+        self.name, self.layout, self.owned = name, layout, created
         self.inherited = False
         self.lock_fds: set[int] = set()
         self._pid = os.getpid()
@@ -92,8 +95,8 @@ class Segment:
         self.detach()
 
     def unlink(self) -> bool:
-        """Remove the name if this process created the segment and the name still leads to it. Idempotent."""
-        if not self.created or self._pid != os.getpid():
+        """Remove the name if this process owns the segment and the name still leads to it. Idempotent."""
+        if not self.owned or self._pid != os.getpid():
             return False
         if self.words:
             self.words[Header.unlinked] = 1
@@ -107,7 +110,7 @@ class Segment:
 
     def reopen(self) -> int:
         """A new open file description of the same object, whatever became of its name; close it with `forget`."""
-        with _forking:
+        with _forking, _shortage_explained():
             fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
             self.lock_fds.add(fd)
         return fd
@@ -177,14 +180,15 @@ def create(name: str, layout: Layout) -> Segment:
     if os.path.lexists(path_of(name)):
         raise SegmentExists(f"{name!r} exists in {DIRECTORY}")
     _refuse_if_short(layout.file_bytes)
-    fd = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        os.fchmod(fd, 0o600)
-        _allocate(fd, layout.file_bytes)
-        segment = Segment(name, fd, layout, created=True)
-    except BaseException:
-        os.close(fd)
-        raise
+    with _shortage_explained(layout.file_bytes):
+        fd = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            os.fchmod(fd, 0o600)
+            _allocate(fd, layout.file_bytes)
+            segment = Segment(name, fd, layout, created=True)
+        except BaseException:
+            os.close(fd)
+            raise
     segment.words[Header.instance] = segment.instance = secrets.randbits(63) | 1
     populate(segment.address, layout.file_bytes)
     return segment
@@ -214,13 +218,14 @@ def attach(name: str) -> Segment:
     Raises InvalidName, NoSuchSegment, NotOurs, SegmentBroken, FormatMismatch.
     """
     name = clean_name(name)
-    fd = open_checked(name, os.O_RDWR)
-    try:
-        layout = read_header(os.pread(fd, PAGE_BYTES, 0), os.fstat(fd).st_size)  # SYNC POINT segment-born (load)
-        segment = Segment(name, fd, layout, created=False)
-    except BaseException:
-        os.close(fd)
-        raise
+    with _shortage_explained():
+        fd = open_checked(name, os.O_RDWR)
+        try:
+            layout = read_header(os.pread(fd, PAGE_BYTES, 0), os.fstat(fd).st_size)  # SYNC POINT segment-born (load)
+            segment = Segment(name, fd, layout, created=False)
+        except BaseException:
+            os.close(fd)
+            raise
     populate(segment.address, layout.file_bytes)
     return segment
 
@@ -269,8 +274,9 @@ def unmap(addresses: list[int], nbytes: int) -> None:
 
     Taking an address off the list and unmapping it is one call, which no interrupt can part: nothing is unmapped twice.
     """
-    while addresses:
-        list(map(_munmap, map(list.pop, [addresses]), [nbytes]))
+    with suppress(IndexError):  # another thread was quicker
+        while addresses:
+            list(map(_munmap, map(list.pop, [addresses]), [nbytes]))
 
 
 def populate(address: int, nbytes: int) -> None:
@@ -302,6 +308,29 @@ def _allocate(fd: int, nbytes: int) -> None:
                 free = start + _free_bytes()
                 raise StorageFull(f"need {nbytes} B in {DIRECTORY}, {free} B are free") from None
             raise
+
+
+@contextmanager
+def _shortage_explained(nbytes: int = 0) -> Iterator[None]:
+    """Turn the kernel's word for a limit of this process into an error that names the knob."""
+    try:
+        yield
+    except ShmkvError:
+        raise
+    except OSError as error:
+        knob = _KNOBS.get(error.errno or 0)
+        if knob is None:
+            raise
+        raise StorageFull(f"{os.strerror(error.errno or 0)}{f' ({nbytes} B)' if nbytes else ''}", hint=knob) from None
+
+
+_KNOBS = {
+    errno.ENOMEM: "free memory, or raise RLIMIT_AS (ulimit -v) or vm.max_map_count",
+    errno.EMFILE: "close files, or raise RLIMIT_NOFILE (ulimit -n)",
+    errno.ENFILE: "raise fs.file-max",
+    errno.EFBIG: "raise RLIMIT_FSIZE (ulimit -f)",
+    errno.ENOSPC: StorageFull.hint,
+}
 
 
 def _refuse_if_short(nbytes: int) -> None:

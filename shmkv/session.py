@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import util
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from . import sync
 from .errors import ClosedError, ShmkvError
@@ -23,18 +23,19 @@ from .layout import Header
 from .leases import Hold, Outcome
 from .news import Ring
 from .peers import Place, WaitKind
-from .segment import Segment, check_ours
+from .segment import Segment, check_ours, log
 from .store import Store
 from .tables import Tables
 from .transport import Mapped
 
 T = TypeVar("T")
+LEAVE_TIMEOUT_S = 2.0
 
 
 class Session:
     """An attached peer. Threads may share it; a forked child may not use it."""
 
-    def __init__(self, segment: Segment, role: str, tables: Tables | None = None):
+    def __init__(self, segment: Segment, role: str, deadline_ns: int, tables: Tables | None = None):
         self.segment = segment
         self.closed, self._gone = False, False
         self.tables = tables or Tables(segment)
@@ -43,7 +44,7 @@ class Session:
         self._here = threading.local()
         self._places: weakref.WeakSet[Place] = weakref.WeakSet()
         claim = functools.partial(self.tables.peers.claim, role)
-        self.store.enter(self._enter(lambda: self.store.or_bury(claim), sync.deadline(10)))
+        self.store.enter(self._enter(lambda: self.store.or_bury(claim), deadline_ns))
         self._left = False
         _end_at_exit(self)
 
@@ -73,6 +74,9 @@ class Session:
             return result
         self.sweep()
         place = self._place(deadline_ns)
+        nested = place.is_waiting()  # we are in a signal handler in the midst of a wait: leave that one's record alone
+        if nested:
+            place = self._new_place(deadline_ns)
         try:
             announce(place)
             return sync.wait(lambda: self.run(lambda: look(place), deadline_ns), deadline_ns, place, self._next_change)
@@ -81,6 +85,8 @@ class Session:
                 place.withdraw()
             finally:
                 place.withdraw()
+                if nested:
+                    place.retire()
 
     def lifeline(self, handle: object) -> Lifeline:
         """A lifeline for a lease about to be claimed for this handle."""
@@ -113,9 +119,14 @@ class Session:
                 self._ring(entered[1])
 
     def close(self) -> None:
-        """Leave; leases that views still need stay, and the peer record with them. Idempotent."""
+        """Leave; leases that views still need stay, and the peer record with them. Idempotent, raises nothing.
+
+        From within a section (a signal handler) it is put off until this thread has left that.
+        """
         if self.closed:
             return
+        if self.lock.inside():
+            return sync.outside(self.close)
         self.closed = True
         if self.segment.inherited:
             return
@@ -124,8 +135,10 @@ class Session:
         for place in list(self._places):
             place.retire()
         try:
-            self._enter(self.store.leave, sync.deadline(10))
-        finally:  # if the lock could not be had, the kernel tells the others that this peer is gone
+            self._enter(self.store.leave, sync.deadline(LEAVE_TIMEOUT_S))
+        except ShmkvError as error:
+            log.warning("closed %r without taking leave, the others will find out: %s", self.segment.name, error)
+        finally:
             self.lock.close()
             self._left = True
             if not self._lifelines:
@@ -151,7 +164,7 @@ class Session:
         self._gone = True
         self.store.me.end()
         self.tables.waits.bells.close()
-        del self.tables, self.store, self._here
+        self.tables = self.store = self.lock = self._here = _Closed()
         self.segment.detach()
 
     def _enter(self, body: Callable[[], T], deadline_ns: int) -> T:
@@ -167,25 +180,42 @@ class Session:
     def _place(self, deadline_ns: int) -> Place:
         place = getattr(self._here, "place", None)
         if place is None:
-            claim = functools.partial(self.tables.waits.claim, self.store.me)
-            place = self.run(lambda: self.store.or_bury(claim), deadline_ns)
-            place.open()
-            if self.closed:  # by another thread, which did not know this place
-                place.retire()
-            self.check()
-            self._places.add(place)
-            self._here.place = place
+            place = self._here.place = self._new_place(deadline_ns)
+        return place
+
+    def _new_place(self, deadline_ns: int) -> Place:
+        claim = functools.partial(self.tables.waits.claim, self.store.me)
+        place = self.run(lambda: self.store.or_bury(claim), deadline_ns)
+        place.open()
+        if self.closed:  # by another thread, which did not know this place
+            place.retire()
+        self.check()
+        self._places.add(place)
         return place
 
     def _send_waiters_home(self) -> None:
         """Wake our own waiting threads, which then see that the handle is closed, before their bells go."""
-        patience = sync.deadline(2)
-        while any(place.is_waiting() for place in list(self._places)) and not sync.passed(patience):
+        patience, mine = sync.deadline(2), getattr(self._here, "place", None)
+        others = [place for place in list(self._places) if place is not mine]
+        while any(place.is_waiting() for place in others) and not sync.passed(patience):
             self.tables.waits.ring_peer(self.index)
             time.sleep(0.001)
 
     def _next_change(self) -> int:
         return self.tables.words[Header.next_expiry_ns]
+
+
+class _Closed:
+    """Stands where the tables were: a thread that is late finds out that its handle was closed."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ClosedError("this handle was closed by another thread meanwhile")
+
+
+class Opening:
+    """Something to hang a lease on while its bytes are being mapped; goes with the frame that maps them."""
+
+    __slots__ = ("__weakref__",)
 
 
 class Lifeline:
@@ -203,10 +233,12 @@ class Lifeline:
         self._mapped: list[Mapped] = []
         self._handle: weakref.ref | None = weakref.ref(handle, self.asked)
 
-    def mapped(self) -> Mapped:
-        """What a transport records into; the lease lasts as long as what it gives out, too."""
-        self._mapped.append(Mapped())
-        return self._mapped[-1]
+    def mapped(self, opening: Opening) -> Mapped:
+        """What a transport records into; the lease lasts as long as what it gives out, and until then as `opening`."""
+        mapped = Mapped()
+        mapped.watch(opening, self.asked)
+        self._mapped.append(mapped)
+        return mapped
 
     def has_views(self) -> bool:
         return not all([mapped.is_gone() for mapped in self._mapped])

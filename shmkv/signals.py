@@ -47,7 +47,9 @@ class SignalKind(IntEnum):
 
 
 class Signal(NamedTuple):
-    """News of one event. `sequence` is what insert() returned for the entry; `sender` a peer's index."""
+    """News of one event. `sequence` is what insert() returned for the entry, 0 for READY, ROOM and CLOSED; `sender` is
+    the index of the peer whose doing it is; `value`: for CLOSED the index of the peer that is gone, else 0.
+    """
 
     kind: SignalKind
     sequence: int

@@ -2,9 +2,9 @@
 
 A full buffer and a consumer that waits for something which cannot enter would wait for each other for ever. Waits and
 roles are words, so this is decidable. The consumer gets its miss early only if
-- at least one producer is attached and every one of them waits for room, and no entry is RESERVED,
-- every other consumer waits for something that was looked for since anything last became READY, and is not there
-  (or, being a producer as well, waits for room),
+- at least one producer waits for room that is not there, and no entry is RESERVED,
+- everybody else who ever inserted or looked up waits too: for such room, or for an entry that was looked for since
+  anything last became READY and is not there,
 - every held lease was taken by a thread that is itself waiting, and no TTL is running,
 - and it has waited longest of all consumers: one miss at a time.
 It also gets it early when producers were attached, and now all have closed or died and nobody is left who might yet
@@ -27,7 +27,7 @@ Why not a timeout: it would be too short for a slow prefill and too long for a s
 from __future__ import annotations
 
 from .layout import Counter, Header, Lease, Peer, Wait
-from .peers import CONSUMER, PRODUCER, Place, WaitKind
+from .peers import PRODUCER, Place, WaitKind
 from .tables import Tables
 
 FULL = "the buffer is full: every producer waits for room and nobody else can make any"
@@ -43,10 +43,9 @@ def verdict(tables: Tables, place: Place) -> str:
     roles = _open_roles(tables)
     if not any(role & PRODUCER for role in roles.values()):  # who has done nothing yet may become one
         return ORPHANED if words[Header.producers_seen] and all(roles.values()) else ""
-    blocked = _blocked(tables)
-    producers = {peer for peer, role in roles.items() if role & PRODUCER}
-    stuck = (producers <= blocked and not words[Header.next_expiry_ns] and not tables.writing()
-             and _consumers_wait_in_vain(tables, roles, place, blocked) and _holders_wait(tables))
+    blocked, active = _blocked(tables), {peer for peer, role in roles.items() if role}
+    stuck = (blocked and active <= blocked | _looking_in_vain(tables) and _is_oldest(tables, place)
+             and not words[Header.next_expiry_ns] and not tables.writing() and _holders_wait(tables))
     return FULL if stuck else ""
 
 
@@ -63,13 +62,16 @@ def _blocked(tables: Tables) -> set[int]:
             if not tables.has_room(words[at + Wait.wanted_bytes], words[at + Wait.wanted_meta_bytes])}
 
 
-def _consumers_wait_in_vain(tables: Tables, roles: dict[int, int], place: Place, blocked: set[int]) -> bool:
-    words, waiters = tables.words, tables.waits.waiting(WaitKind.ENTRY)
-    if not waiters or waiters[0] != place.at:
-        return False
+def _looking_in_vain(tables: Tables) -> set[int]:
+    """The peers that wait for an entry which was looked for since anything last became READY, and is not there."""
+    words = tables.words
     looked = words[Header.ready_count] + 1
-    in_vain = {words[at + Wait.peer] for at in waiters if words[at + Wait.evaluated] == looked}
-    return {peer for peer, role in roles.items() if role & CONSUMER} <= in_vain | blocked
+    waiters = tables.waits.waiting(WaitKind.ENTRY)
+    return {words[at + Wait.peer] for at in waiters if words[at + Wait.evaluated] == looked}
+
+
+def _is_oldest(tables: Tables, place: Place) -> bool:
+    return tables.waits.waiting(WaitKind.ENTRY)[:1] == [place.at]
 
 
 def _holders_wait(tables: Tables) -> bool:

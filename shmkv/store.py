@@ -154,6 +154,18 @@ class Store:
         self.news.left(peer)
         peers.clear(peer)
 
+    def adopt(self) -> bool:
+        """Become the owner of the segment if its owner is no more; whether this handle is the owner now."""
+        words, peers = self.words, self.tables.peers
+        self.bury_dead()
+        if words[Header.owner]:
+            at = peers.at(words[Header.owner] - 1)
+            if words[at + Peer.state] and words[at + Peer.generation] == words[Header.owner_generation]:
+                return words[Header.owner] == self._my_index() + 1
+        words[Header.owner_generation] = self.me.generation
+        words[Header.owner] = self._my_index() + 1
+        return True
+
     def leave(self) -> None:
         """End this handle's attachment; if leases of its views still need it, the end of the last one does that."""
         self.bury_dead()  # who leaves last leaves nothing of the dead behind

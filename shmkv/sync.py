@@ -90,7 +90,6 @@ class Lock:
         self._segment = segment
         self._identity = segment.identity
         self._mine = threading.local()
-        self._all: weakref.WeakSet[_Description] = weakref.WeakSet()
 
     def run(self, body: Callable[[], T], deadline_ns: int | None) -> T | None:
         """Run `body` inside the lock and return what it returns.
@@ -117,14 +116,18 @@ class Lock:
                 if _me.deferred:
                     _run_deferred()
 
+    def inside(self) -> bool:
+        """Whether this thread is inside, by whatever handle of the segment."""
+        return _me.inside.get(self._identity, False)
+
     def close(self) -> None:
-        """Close the descriptions of all threads; a later `run` raises ClosedError."""
-        for description in list(self._all):
+        """Close this thread's description. Those of other threads, which may be inside, go with them or this object."""
+        description = getattr(self._mine, "description", None)
+        if description is not None and not self.inside():
             description.close()
 
     def _describe(self) -> _Description:
         description = self._mine.description = _Description(self._segment)
-        self._all.add(description)
         return description
 
     def _contend(self, mine: _Description, deadline_ns: int) -> None:

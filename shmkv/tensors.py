@@ -83,7 +83,8 @@ def place(tensors: Mapping[str, "torch.Tensor | Spec"]) -> tuple[list[Placed], i
     Raises InvalidTensor naming the tensor and why it cannot be carried; TransportUnavailable for a device tensor.
     """
     if not isinstance(tensors, Mapping):
-        raise InvalidTensor(f"tensors is a {type(tensors).__name__}, not a mapping of names to tensors")
+        raise InvalidTensor(f"kv is a {type(tensors).__name__}, not a mapping of names to tensors",
+                            hint='write {"key": key, "value": value}')
     if not 1 <= len(tensors) <= _MAX_TENSORS:
         raise InvalidTensor(f"{len(tensors)} tensors: an entry holds 1 to {_MAX_TENSORS}")
     placed = []
@@ -194,6 +195,13 @@ def bit_copy(target: torch.Tensor, source: torch.Tensor) -> None:
     else:
         integer = _INTEGERS[source.dtype.itemsize]
         target.detach().view(integer).copy_(source.view(integer))
+
+
+def check_target(name: str, target: Any) -> None:
+    """Raise InvalidTensor unless `target` is a host tensor whose elements all lie at places of their own."""
+    _check_tensor(name, target)
+    if any(stride == 0 and size > 1 for size, stride in zip(target.shape, target.stride(), strict=True)):
+        raise InvalidTensor(f"target {name!r} is expanded: its elements share their places", hint="clone() it")
 
 
 # ---------------------------------------------------------------- copying

@@ -3,8 +3,8 @@
 - `kv_buffer`: a fresh buffer of 16 MiB with a unique name; `kv_create(**options)`: as many as wanted. Closed after the
   test, which fails if `problems()` finds anything.
 - `kv_spawn(function, *args)`: run a module-level function in a real process. `.result()` brings home what it returned
-  or raised (with the child's traceback); `.kill()`, `.stop()`, `.resume()` send SIGKILL, SIGSTOP, SIGCONT. Whoever is
-  left at the end of the test is killed.
+  or raised, with the child's traceback (unasked, that fails the test at its end); `.kill()`, `.stop()`, `.resume()`
+  send SIGKILL, SIGSTOP, SIGCONT. Whoever is left at the end of the test is killed.
 - `kv_leaks`: fails the test if it leaves an object in /dev/shm, a semaphore, a descriptor or a mapping of a segment.
 - Every test that uses one of these has a watchdog (60 s, or `@pytest.mark.kv_timeout(seconds)`): it prints all stacks,
   kills the children and fails the test.
@@ -60,6 +60,7 @@ class Child:
         self._process.start()
         theirs.close()
         self._outcome: tuple | None = None
+        self._asked = False
 
     @property
     def pid(self) -> int:
@@ -83,7 +84,8 @@ class Child:
         raise ChildDied(f"{self!r}: {text}")
 
     def join(self, timeout: float = 30.0) -> int:
-        """Wait for the end of the process; returns its exit code."""
+        """Wait for the end of the process; returns its exit code, which is answer enough for who wants no result."""
+        self._asked = True
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise TimeoutError(f"{self!r} is still running after {timeout} s")
@@ -106,6 +108,13 @@ class Child:
         self._process.join()
         self._process.close()
         self._pipe.close()
+
+    def unread_error(self) -> str:
+        """The traceback of an exception that nobody has been told of."""
+        if self._outcome is None and not self._asked and self._pipe.poll():
+            self._outcome = self._receive()
+            return self._outcome[2] if self._outcome[0] == "raised" else ""
+        return ""
 
     def _receive(self) -> tuple:
         try:
@@ -149,8 +158,10 @@ def kv_spawn(kv_watchdog: Watchdog) -> Iterator[Callable[..., Child]]:
         return child
 
     yield spawn
+    raised = [text for child in kv_watchdog.children if (text := child.unread_error())]
     for child in kv_watchdog.children:
         child.close()
+    assert not raised, "a child raised and nobody asked for its result():\n" + "\n".join(raised)
 
 
 @pytest.fixture

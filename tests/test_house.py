@@ -201,9 +201,10 @@ def test_sections_in_another_order_and_unlisted_protocols_are_found():
 
 VERSION_1 = {
     "Header": (40, "magic format file_bytes slots peers leases waits ring journal meta_bytes arena_bytes "
-                   "geometry_check instance owner_pid born_ns unlinked mutation mutator next_sequence next_expiry_ns "
-                   "ready_count producers_seen waits_high leases_high releases_pending free_slots free_leases ranked "
-                   "journal_next arena_holes arena_free arena_recent meta_holes meta_free meta_recent"),
+                   "geometry_check instance owner owner_generation owner_pid born_ns unlinked mutation mutator "
+                   "next_sequence next_expiry_ns ready_count producers_seen waits_high leases_high releases_pending "
+                   "free_slots free_leases ranked journal_next arena_holes arena_free arena_recent meta_holes "
+                   "meta_free meta_recent"),
     "Counter": (24, "inserts takes shares consumed redelivered misses starved orphaned timeouts aborted cancelled "
                     "evicted expired deaths recoveries signals signals_dropped inserted_bytes taken_bytes"),
     "Peer": (16, "state generation closed roles pid start_ticks pid_namespace attached_ns role_0 role_1 role_2 role_3 "
@@ -239,11 +240,11 @@ AREAS_1 = {
     12288, 0, 0),
 }
 FILE_BYTES_1 = 311296
-FORMAT_1 = 0x1_2E50_8076
+FORMAT_1 = 0x1_E267_2887
 IMAGE_1 = """
-73686d6b76006b76 7680502e01000000 00c0040000000000 bc02000000000000
+73686d6b76006b76 872867e201000000 00c0040000000000 bc02000000000000
 2800000000000000 4600000000000000 3200000000000000 0400000000000000
-3c00000000000000 0020000000000000 0030000000000000 4d55679900000000
+3c00000000000000 0020000000000000 0030000000000000 2f6d26c200000000
 """
 """the first twelve words of a segment of that geometry, as they lie in the file on a little-endian machine"""
 
