@@ -281,5 +281,9 @@ def _ofd_lock(fd: int, byte: int, command: int) -> bool:
 
 
 def _start_ticks() -> int:
-    with open("/proc/self/stat") as file:
-        return int(file.read().rpartition(")")[2].split()[19])
+    """For humans; 0 where it cannot be read."""
+    try:
+        with open("/proc/self/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[19])
+    except OSError:
+        return 0

@@ -24,9 +24,11 @@ from __future__ import annotations
 import fcntl
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from . import sync
-from .layout import PAGE_BYTES, WORD_BYTES, Header, Peer, read_header
+from .layout import PAGE_BYTES, WORD_BYTES, Header, Layout, Peer, read_header
 from .peers import ATTACHED, liveness_held
 from .segment import DIRECTORY, PREFIX, open_checked, path_of
 
@@ -36,25 +38,41 @@ def remove_abandoned(name: str) -> bool:
 
     Raises NoSuchSegment, NotOurs, SegmentBroken, FormatMismatch: then it was not touched.
     """
-    fd = open_checked(name, os.O_RDWR)
-    try:
-        layout = read_header(os.pread(fd, PAGE_BYTES, 0), os.fstat(fd).st_size)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        if any(_is_alive(fd, layout.peers.at + index * layout.peers.stride * WORD_BYTES)
-               for index in range(layout.peers.count)):
+    with _opened(name) as (fd, layout):
+        if not _all_dead(fd, layout):
             return False
         os.pwrite(fd, (1).to_bytes(WORD_BYTES, sys.byteorder), Header.unlinked * WORD_BYTES)
         if not _same(fd, path_of(name)):
             return False
         os.unlink(path_of(name))
-    finally:
-        os.close(fd)
     for bell in bells_of(name):
         sync.silence(bell)
     return True
+
+
+def is_abandoned(name: str) -> bool:
+    """Whether `remove_abandoned` would remove it; raises as that does."""
+    with _opened(name) as (fd, layout):
+        return _all_dead(fd, layout)
+
+
+@contextmanager
+def _opened(name: str) -> Iterator[tuple[int, Layout]]:
+    fd = open_checked(name, os.O_RDWR)
+    try:
+        yield fd, read_header(os.pread(fd, PAGE_BYTES, 0), os.fstat(fd).st_size)
+    finally:
+        os.close(fd)
+
+
+def _all_dead(fd: int, layout: Layout) -> bool:
+    """Whether nobody is inside the lock, which is ours until `fd` is closed then, and no peer lives."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    records = range(layout.peers.at, layout.peers.at + layout.peers.nbytes, layout.peers.stride * WORD_BYTES)
+    return not any(_is_alive(fd, at) for at in records[:layout.peers.count])
 
 
 def bells_of(name: str) -> list[str]:

@@ -37,7 +37,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
-from .errors import InheritedHandle, InvalidName, NoSuchSegment, NotOurs, SegmentExists, ShmkvError, StorageFull
+from .errors import (
+    ClosedError,
+    InheritedHandle,
+    InvalidName,
+    NoSuchSegment,
+    NotOurs,
+    SegmentExists,
+    ShmkvError,
+    StorageFull,
+)
 from .layout import MAGIC, PAGE_BYTES, Header, Layout, header_words, read_header
 
 log = logging.getLogger("shmkv")
@@ -111,6 +120,8 @@ class Segment:
     def reopen(self) -> int:
         """A new open file description of the same object, whatever became of its name; close it with `forget`."""
         with _forking, _shortage_explained():
+            if self.fd < 0:
+                raise ClosedError(f"the handle of segment {self.name!r} was closed meanwhile")
             fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
             self.lock_fds.add(fd)
         return fd
@@ -203,7 +214,8 @@ def publish(segment: Segment) -> None:
     words[Header.born_ns] = time.time_ns()
     words[Header.magic] = MAGIC  # SYNC POINT segment-born (store)
     source = f"/proc/self/fd/{segment.fd}"
-    directory = os.open(DIRECTORY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with _shortage_explained():
+        directory = os.open(DIRECTORY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:  # a directory descriptor makes os.link use linkat, which follows the magic link
         os.link(source, path_of(segment.name), src_dir_fd=directory, follow_symlinks=True)
     except FileExistsError:
@@ -234,9 +246,12 @@ def open_checked(name: str, flags: int) -> int:
     """A descriptor of the named object, if it is a plain file of this user that nobody else may open."""
     path = path_of(name)
     try:
-        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with _shortage_explained():
+            fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         raise NoSuchSegment(f"no segment {name!r} in {DIRECTORY}") from None
+    except ShmkvError:
+        raise
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EISDIR):
             raise NotOurs(f"{path}: {os.strerror(error.errno)}") from None

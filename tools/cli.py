@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 VERBS = {
     "demo": ("shmkv_tools.demo", "hand the KV cache of real prompts from a prefill to a decode process"),
+    "gc": ("shmkv_tools.gc", "remove what dead processes left in /dev/shm"),
     "bench": ("shmkv_tools.bench", "measure the hand-off"),
 }
 
