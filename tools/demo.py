@@ -186,9 +186,9 @@ def run_prompt(team: Team, prompt: Prompt, document: list[int], document_is_in: 
     )
 
 
-def run(arguments: argparse.Namespace, report) -> list[Row]:
+def run(arguments: argparse.Namespace, begin: Callable[[], object], report: Callable[[Row], object]) -> list[Row]:
     if find_spec("transformers") is None:
-        raise DemoFailed("Transformers is not installed: pip install 'shmkv[hf]'")
+        raise DemoFailed("Transformers is not installed: install shmkv with its extra, [hf]")
     # Threads that spin for each other crawl on a busy machine, and an idle process's disturb the one that computes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     prompts = PROMPTS[: arguments.prompts]
@@ -199,6 +199,7 @@ def run(arguments: argparse.Namespace, report) -> list[Row]:
         with Team(ROLES, settings) as team:
             team.hear_all("ready")
             progress(f"ready after {time.monotonic() - started:.1f} s; {len(prompts)} prompts")
+            begin()
             document = team.ask("alone", "encode", DOCUMENT)
             rows = []
             for prompt in prompts:
@@ -278,10 +279,9 @@ def verdict(rows: list[Row], corrupt: bool) -> int:
 
 def main(argv: list[str]) -> int:
     arguments = parser().parse_args(argv)
-    if not arguments.json:
-        print(HEADER, flush=True)
+    show = (lambda text: None) if arguments.json else (lambda text: print(text, flush=True))
     try:
-        rows = run(arguments, (lambda row: None) if arguments.json else (lambda row: print(line(row), flush=True)))
+        rows = run(arguments, lambda: show(HEADER), lambda row: show(line(row)))
     except (DemoFailed, shmkv.ShmkvError) as failure:
         progress(f"FAILED: {failure}")
         return 2
