@@ -21,7 +21,7 @@ from .session import Opening, Session
 from .store import Grant
 from .sync import deadline
 from .tensors import Placed, bit_clone, bit_copy, check_target, decode
-from .transport import PRIVATE, READONLY, Transport
+from .transport import Transport
 
 if TYPE_CHECKING:
     import torch
@@ -299,6 +299,3 @@ def _named(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
         return tensors[name]
     except KeyError:
         raise KeyError(f"no tensor {name!r} in this entry; there are: {', '.join(map(repr, tensors))}") from None
-
-
-__all__ = ["PRIVATE", "READONLY", "Hit", "Miss", "Reserved"]

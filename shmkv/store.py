@@ -241,10 +241,6 @@ class Store:
         else:
             self._entries.move(grant.slot, DROPPED)
 
-    def room(self) -> tuple[int, int]:
-        """The largest payload and the largest meta bytes that would fit now."""
-        return self.tables.arena.largest_bytes, self.tables.meta.largest_bytes
-
     def _fill(self, slot: int, at: int, generation: int, request: Request) -> Grant:
         words, tables, key, now = self.words, self.tables, request.key, time.monotonic_ns()
         run_at = tables.arena.allocate(request.run_bytes) if request.run_bytes else 0

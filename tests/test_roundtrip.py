@@ -46,14 +46,8 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
 def through(buffer: shmkv.KVBuffer, tensors: dict[str, torch.Tensor], **how: bool) -> dict[str, torch.Tensor]:
     """Insert, take out, and copy."""
     buffer.insert([1, 2, 3], tensors)
-    try:
-        hit = buffer.drop_select([1, 2, 3], **how)
-    except (RuntimeError, NotImplementedError) as error:
-        problem = str(error)
-    else:
-        with hit:
-            return {name: copy_of(tensor) for name, tensor in hit.items()}
-    raise AssertionError(problem)  # without the frames of the failure, which keep the entry
+    with buffer.drop_select([1, 2, 3], **how) as hit:
+        return {name: copy_of(tensor) for name, tensor in hit.items()}
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -86,10 +80,7 @@ def test_copies_of_every_dtype_are_bit_for_bit(kv_buffer, dtype):
     target = patterned(dtype, (3, 5, 7), 2)
     kv_buffer.insert([1], {"x": tensors["cube"]})
     with kv_buffer.select([1]) as hit:
-        try:
-            hit.copy_to({"x": target})
-        except (RuntimeError, NotImplementedError) as error:
-            pytest.fail(str(error), pytrace=False)
+        hit.copy_to({"x": target})
     assert same(target, tensors["cube"]) and all(same(out[name], tensors[name]) for name in tensors)
 
 
