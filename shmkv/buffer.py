@@ -10,19 +10,22 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from . import recovery, segment, starvation, sync, tensors
+from .devices import DeviceOptions, Devices, Placement, Registered
+from .driver import uuid_text
 from .entries import EntryState, meta_parts
 from .errors import ArenaFull, InvalidArgument, ShmkvError, TimedOut, TooLarge
 from .handles import Hit, Miss, Reserved, Single
 from .keys import Key, key
-from .layout import META_UNIT_BYTES, PAGE_BYTES, Counter, Peer
+from .layout import META_UNIT_BYTES, PAGE_BYTES, Counter, Entry, Ladder, Lease, Peer
 from .leases import LeaseKind, Outcome
 from .peers import Place, WaitKind
+from .regions import IN_PLACE, RegionKind, RegionState
 from .session import Session
 from .signals import Signal
 from .store import Grant, Request
 from .tables import Tables
 from .tensors import Spec
-from .transport import PRIVATE, READONLY
+from .transport import PRIVATE, READONLY, Path, decode_decision
 from .transport.host import HostTransport
 
 if TYPE_CHECKING:
@@ -40,41 +43,80 @@ class KVBuffer(Single):
     0 looks once, None waits for ever.
     """
 
-    def __init__(self, shared: segment.Segment, role: str, until: int, tables: Tables | None = None, own: bool = False):
+    def __init__(self, shared: segment.Segment, role: str, until: int, tables: Tables | None = None, own: bool = False,
+                 device: DeviceOptions = DeviceOptions()):  # noqa: B008 (immutable)
         self._session = Session(shared, role, until, tables)
         if own:
             shared.owned = self._session.run(self._session.store.adopt, until)
         self._transport = HostTransport(shared)
+        try:
+            self._devices = Devices(self._session, self._transport, device)
+        except BaseException:
+            self._session.close()
+            raise
         self._reading = threading.Lock()
         self.name = shared.name
 
     # ------------------------------------------------------------ producing
 
     def insert(self, tokens: Any, kv: Mapping[str, torch.Tensor], *, roi: Any = None, namespace: Mapping | None = None,
-               ttl: float | None = None, timeout: float | None = INSERT_TIMEOUT_S, on_full: str = "wait") -> int:
+               ttl: float | None = None, timeout: float | None = INSERT_TIMEOUT_S, on_full: str = "wait",
+               stream: Any = None) -> int:
         """Copy tensors into the buffer under a prompt's token ids; returns the entry's sequence number.
 
         `tokens`: 1-D token ids (list, NumPy, torch, or a `shmkv.key`); with `roi`, a bool mask of the same length, the
-        entry is found by `tokens[roi]`. `kv`: named host tensors of any dtype, shape and stride. `namespace`: all else
+        entry is found by `tokens[roi]`. `kv`: named tensors of any dtype, shape and stride, all on the host or all on
+        one CUDA device. Device tensors stay where they are if they lie in registered ones (`register`), else are copied
+        into this handle's device memory (`device_capacity=`), else into the host's arena. `namespace`: all else
         that shaped the KV (model, dtype, adapter, ...); different ones never meet. `ttl`: seconds after which an entry
         that nobody holds is freed. `on_full`: "wait" for room until `timeout`, "evict" the least recently used entries
-        that nobody holds (and wait if that is not enough), or "error".
+        that nobody holds (and wait if that is not enough), or "error". `stream`: what makes device tensors (a
+        torch.cuda.Stream or the driver's number; torch's current one if not given): the entry is published behind it.
 
         Raises InvalidTokens, InvalidNamespace, InvalidTensor, TooLarge (can never fit), ArenaFull ("error"), TimedOut
-        (no room in time), Cancelled. Nothing is inserted then.
+        (no room in time), Cancelled, TransportUnavailable (`require=`). Nothing is inserted then.
         """
-        reserved = self._reserve(tokens, kv, roi, namespace, ttl, timeout, on_full, copy=True)
+        reserved = self._reserve(tokens, kv, roi, namespace, ttl, timeout, on_full, stream, copy=True)
+        slot = reserved.slot_in_place
+        if slot is not None:
+            self._devices.keep(reserved.sequence, slot, kv)
         return reserved.seal()
 
     def reserve(self, tokens: Any, kv: Mapping[str, Spec | torch.Tensor], *, roi: Any = None,
                 namespace: Mapping | None = None, ttl: float | None = None,
-                timeout: float | None = INSERT_TIMEOUT_S, on_full: str = "wait") -> Reserved:
+                timeout: float | None = INSERT_TIMEOUT_S, on_full: str = "wait", stream: Any = None) -> Reserved:
         """Reserve an entry and give its tensors to write into: no copy is ever made.
 
-        `kv` maps names to `shmkv.Spec(shape, dtype)` (or to tensors of that shape and dtype). Used in `with`, the entry
-        is sealed when the block is left and aborted if it raises. Otherwise as `insert`.
+        `kv` maps names to `shmkv.Spec(shape, dtype)` (or to tensors of that shape and dtype); with `device="cuda:0"` in
+        the specs they lie in this handle's device memory. Used in `with`, the entry is sealed when the block is left,
+        and aborted if it raises. Otherwise as `insert`; `stream` is the one that will write the tensors.
         """
-        return self._reserve(tokens, kv, roi, namespace, ttl, timeout, on_full, copy=False)
+        return self._reserve(tokens, kv, roi, namespace, ttl, timeout, on_full, stream, copy=False)
+
+    def register(self, tensor: torch.Tensor) -> Registered:
+        """Make an engine's own device tensor a region: what `insert` gets of it is not copied but seen in place.
+
+        The bytes of such an entry are in use until `released()` names it; keep the tensor registered (`close()` of the
+        result ends that) and do not free or overwrite the slice before. Consumers map the whole allocation that the
+        tensor lies in, its neighbours included. A tensor that cannot be shared (`in_place` is false, `reason` says why:
+        memory pools, expandable segments) is copied on insert like any other.
+
+        Raises InvalidTensor if it is no CUDA tensor, TableFull if `registrations=` are used up.
+        """
+        self._session.check()
+        return self._devices.register(tensor)
+
+    def released(self, timeout: float | None = 0.0) -> list[int]:
+        """The entries inserted in place whose bytes may be reused, since the last call, by `sequence`.
+
+        Waits up to `timeout` seconds for the first. Unlike `signals` it loses none.
+        """
+        self._session.check()
+        until = sync.deadline(timeout)
+        while not (free := self._devices.released()) and not sync.passed(until):
+            self._session.wait(lambda place: self._devices.any_released() or None, until,
+                               lambda place: place.announce(WaitKind.SIGNAL, until))
+        return free
 
     def cancel(self, tokens: Any, *, roi: Any = None, namespace: Mapping | None = None) -> int:
         """Drop all entries of exactly these tokens, also those still being written; returns how many."""
@@ -85,25 +127,30 @@ class KVBuffer(Single):
 
     def drop_select(self, tokens: Any, *, roi: Any = None, namespace: Mapping | None = None, match: str = "prefix",
                     min_tokens: int = 1, timeout: float | None = 0.0, readonly: bool = False,
-                    copy: bool = False) -> Hit | Miss:
+                    copy: bool = False, stream: Any = None) -> Hit | Miss:
         """Take an entry out of the buffer: exactly one consumer gets it. Returns a falsy Miss if there is none in time.
 
         `match`: "exact" (the entry's tokens are these), "prefix" (the longest entry that is a prefix of these),
         "overlap" (the entry with the longest common prefix: its first `matched_tokens` tokens' KV are valid). Equal
         keys: the oldest first. `min_tokens`: a shorter match is none. `readonly`: views of the shared bytes, warm and
         write-protected, instead of copy-on-write ones. `copy`: private copies, and the entry is let go of at once.
+        `stream`: where device tensors will be read (torch's current one if not given): it is released behind that.
+
+        An entry in device memory comes by the best path that leads there; `hit.transport` names it and `hit.refused`
+        says why none better. One that the owner has to bring may take up to 10 s more.
 
         A Miss may come before the deadline: when the buffer is full and nobody can go on but by a miss, or when every
         producer that was there is gone; its `reason` says so. If this process dies before it released the entry,
-        another consumer gets it. Raises TimedOut if a stopped process holds the lock, TableFull if all leases are held.
+        another consumer gets it. Raises TimedOut if a stopped process holds the lock, TableFull if all leases are held,
+        TransportUnavailable if no path (or none as good as `require=`) leads to the entry's device memory: it stays.
         """
-        return self._select(LeaseKind.TAKE, tokens, roi, namespace, match, min_tokens, timeout, readonly, copy)
+        return self._select(LeaseKind.TAKE, tokens, roi, namespace, match, min_tokens, timeout, readonly, copy, stream)
 
     def select(self, tokens: Any, *, roi: Any = None, namespace: Mapping | None = None, match: str = "prefix",
                min_tokens: int = 1, timeout: float | None = 0.0, readonly: bool = False,
-               copy: bool = False) -> Hit | Miss:
+               copy: bool = False, stream: Any = None) -> Hit | Miss:
         """Share an entry: as `drop_select`, but it stays for others, and cannot be evicted or expire while held."""
-        return self._select(LeaseKind.SHARE, tokens, roi, namespace, match, min_tokens, timeout, readonly, copy)
+        return self._select(LeaseKind.SHARE, tokens, roi, namespace, match, min_tokens, timeout, readonly, copy, stream)
 
     def signals(self, timeout: float | None = 0.0) -> list[Signal]:
         """News for this handle since the last call (its entries were taken, released, cancelled; a peer closed, ...).
@@ -164,14 +211,15 @@ class KVBuffer(Single):
     # ------------------------------------------------------------ how
 
     def _reserve(self, tokens: Any, kv: Mapping, roi: Any, namespace: Mapping | None, ttl: float | None,
-                 timeout: float | None, on_full: str, copy: bool) -> Reserved:
+                 timeout: float | None, on_full: str, stream: Any, copy: bool) -> Reserved:
         self._session.check()
         _check_choice("on_full", on_full, ON_FULL)
         until = sync.deadline(timeout)
-        placed, payload_bytes = tensors.place(kv)
-        request = _request(key(tokens, roi=roi, namespace=namespace), placed, payload_bytes, ttl)
+        placement = self._devices.place(kv, *tensors.place(kv), copy, stream)
+        placed = placement.placed
+        request = _request(key(tokens, roi=roi, namespace=namespace), placement, ttl)
         self._refuse_oversized(request)
-        reserved = Reserved(self._session, self._transport, request.key)
+        reserved = Reserved(self._session, placement.transport, request.key)
         grant = self._wait_for_room(request, reserved, until, timeout, on_full)
         try:
             reserved.fill(grant, placed, kv if copy else None)
@@ -193,7 +241,7 @@ class KVBuffer(Single):
 
         def announce(place: Place) -> None:
             place.announce(WaitKind.ROOM, until, family=request.key.family,
-                           wanted=(request.run_bytes, request.meta_bytes))
+                           wanted=(request.run_bytes, request.meta_bytes, request.region))
             session.tables.waits.ring(WaitKind.ENTRY)  # whether a consumer starves may depend on us
 
         grant = session.run(lambda: look(None), until) if at_once else session.wait(look, until, announce)
@@ -204,15 +252,16 @@ class KVBuffer(Single):
     def _refuse_oversized(self, request: Request) -> None:
         geometry = self._session.tables.layout.geometry
         meta_bytes = -(-request.meta_bytes // META_UNIT_BYTES) * META_UNIT_BYTES
-        if request.run_bytes > geometry.arena_bytes:
-            raise TooLarge(f"the tensors need a run of {request.run_bytes} B, the arena has {geometry.arena_bytes} B",
-                           hint="raise capacity= in shmkv.create()")
+        capacity = self._devices.arena_bytes(request.region) if request.region else geometry.arena_bytes
+        if request.run_bytes > capacity:
+            raise TooLarge(f"the tensors need a run of {request.run_bytes} B, the arena has {capacity} B",
+                           hint=f"raise {'device_capacity' if request.region else 'capacity'}= in shmkv.create()")
         if meta_bytes > geometry.meta_bytes:
             raise TooLarge(f"tokens and tensor descriptors need {meta_bytes} B, the meta arena has "
                            f"{geometry.meta_bytes} B", hint="raise meta_capacity= in shmkv.create()")
 
     def _select(self, kind: LeaseKind, tokens: Any, roi: Any, namespace: Mapping | None, match: str, min_tokens: int,
-                timeout: float | None, readonly: bool, copy: bool) -> Hit | Miss:
+                timeout: float | None, readonly: bool, copy: bool, stream: Any) -> Hit | Miss:
         session, until = self._session, sync.deadline(timeout)
         session.check()
         store = session.store
@@ -240,11 +289,17 @@ class KVBuffer(Single):
         found = session.wait(look, until, announce)
         if not isinstance(found, Grant):
             return Miss(found or session.run(lambda: store.missed(f"no such entry within {timeout} s"), until))
-        return self._handed_over(hit, found, copy)
+        return self._handed_over(hit, found, copy, stream, until)
 
-    def _handed_over(self, hit: Hit, grant: Grant, copy: bool) -> Hit:
+    def _handed_over(self, hit: Hit, grant: Grant, copy: bool, stream: Any, until: int) -> Hit:
         entries = self._session.tables.entries
         hit.fill(grant, self._session.store.meta_of(grant.slot).tobytes(), entries.sizes(grant.slot))
+        if grant.region:
+            try:
+                self._devices.serve(hit, grant, stream, until)
+            except BaseException:
+                hit.release(returned=True)
+                raise
         if copy:
             hit.copy_out()
         hit.hold.outcome = Outcome.CONSUMED  # handed over: until here an interrupt gives the entry back
@@ -269,6 +324,27 @@ class Stats:
     peers: int
     waiting: dict[str, int]
     counters: dict[str, int]
+    paths: dict[str, int]
+    """look-ups by path, those still held included; "staged_inserts": entries of device tensors that went to the host"""
+    refused: dict[str, dict[str, str]]
+    """for each path that was taken instead of a better one: why, the last time"""
+    regions: list[RegionStats]
+
+
+@dataclass(frozen=True, slots=True)
+class RegionStats:
+    """Device memory that a handle made known. `held_by`: pids of processes that have it mapped or hold entries in it,
+    which is what a region that is "gone" waits for.
+    """
+
+    index: int
+    state: str
+    kind: str
+    owner_pid: int
+    device: str
+    nbytes: int
+    used_bytes: int
+    held_by: list[int]
 
 
 def _stats(tables: Tables) -> Stats:
@@ -282,13 +358,55 @@ def _stats(tables: Tables) -> Stats:
         entries={state.name.lower(): len(entries.slots(state)) for state in EntryState},
         held_leases=len(tables.leases.held()), peers=len(open_peers),
         waiting={kind.name.lower(): len(waits.waiting(kind)) for kind in WaitKind},
-        counters={name: tables.counter(index) for index, name in enumerate(Counter.names)})
+        counters={name: tables.counter(index) for index, name in enumerate(Counter.names)},
+        paths=_paths(tables), refused=_refused(tables),
+        regions=[_region(tables, index) for index in tables.regions.used()])
+
+
+def _paths(tables: Tables) -> dict[str, int]:
+    words, ladder = tables.words, tables.layout.ladder.word
+    counts = {path.name.lower(): words[ladder + path - 1] for path in Path}
+    for index in tables.leases.held():
+        decision = decode_decision(words[tables.leases.at(index) + Lease.path])
+        if decision is not None:
+            counts[decision.path.name.lower()] += 1
+    return {**counts, "staged_inserts": words[ladder + Ladder.staged_inserts]}
+
+
+def _refused(tables: Tables) -> dict[str, dict[str, str]]:
+    words, ladder = tables.words, tables.layout.ladder.word
+    last = {path.name.lower(): words[ladder + Ladder.host_last + path - 1] for path in Path}
+    for index in tables.leases.held():
+        word = words[tables.leases.at(index) + Lease.path]
+        decision = decode_decision(word)
+        if decision is not None:
+            last[decision.path.name.lower()] = word
+    last["staged_inserts"] = words[ladder + Ladder.staged_inserts_last]
+    decisions = {name: decode_decision(word) for name, word in last.items()}
+    return {name: decision.describe() for name, decision in decisions.items() if decision and decision.refused}
+
+
+def _region(tables: Tables, index: int) -> RegionStats:
+    words, regions, info = tables.words, tables.regions, tables.regions.info(index)
+    holders = set(regions.mapped_by(index))
+    for lease in tables.leases.held():
+        at = tables.leases.at(lease)
+        entry = tables.entries.at(words[at + Lease.slot])
+        lies_here = words[entry + Entry.region] == index + 1 or words[entry + Entry.region] == IN_PLACE and (
+            words[entry + Entry.peer], words[entry + Entry.peer_generation]) == (info.peer, info.peer_generation)
+        if words[entry] and lies_here:
+            holders.add(words[at + Lease.peer])
+    used = tables.arena_of(index + 1).used_bytes if info.kind == RegionKind.ARENA else info.nbytes
+    return RegionStats(
+        index=index, state=RegionState(regions.state(index)).name.lower(), kind=RegionKind(info.kind).name.lower(),
+        owner_pid=words[tables.peers.at(info.peer) + Peer.pid], device=uuid_text(info.uuid), nbytes=info.nbytes,
+        used_bytes=used, held_by=sorted({words[tables.peers.at(peer) + Peer.pid] for peer in holders}))
 
 
 def _no_room(tables: Tables, request: Request, timeout: float | None, at_once: bool) -> ShmkvError:
     """What is short, in the words of create(): the error an insert raises. Nothing was changed."""
     tables.count(Counter.timeouts)
-    arena, meta, leases = tables.arena, tables.meta, tables.leases
+    arena, meta, leases = tables.arena_of(request.region), tables.meta, tables.leases
     if not tables.entries.free_count():
         text, hint = f"all {tables.entries.count} slots hold entries", "raise slots= in shmkv.create()"
     elif not leases.n_free():
@@ -300,7 +418,8 @@ def _no_room(tables: Tables, request: Request, timeout: float | None, at_once: b
     else:
         text = (f"the tensors need {request.run_bytes} B, {arena.free_bytes} B are free, "
                 f"{arena.largest_bytes} B of them in one piece")
-        hint = 'raise capacity= in shmkv.create(), release hits sooner, or pass on_full="evict"'
+        knob = "device_capacity" if request.region else "capacity"
+        hint = f'raise {knob}= in shmkv.create(), release hits sooner, or pass on_full="evict"'
     held = len(leases.held())
     text = f"no room: {text}; {held} leases hold entries, which cannot be evicted. Nothing was changed"
     if at_once:
@@ -308,15 +427,16 @@ def _no_room(tables: Tables, request: Request, timeout: float | None, at_once: b
     return TimedOut(f"{text}, {timeout} s after the call", hint=f"{hint}; raise timeout=")
 
 
-def _request(wanted: Key, placed: list[tensors.Placed], payload_bytes: int, ttl: float | None) -> Request:
+def _request(wanted: Key, placement: Placement, ttl: float | None) -> Request:
     if ttl is not None and not (isinstance(ttl, Real) and 0 < ttl < 1e9):
         raise InvalidArgument(f"ttl={ttl!r} is neither None (never) nor a number of seconds > 0")
-    run_bytes = -(-payload_bytes // PAGE_BYTES) * PAGE_BYTES
+    placed, run_bytes = placement.placed, -(-placement.payload_bytes // PAGE_BYTES) * PAGE_BYTES
     descriptors = tensors.encode(placed)
     roi_tokens = len(wanted.roi) if wanted.roi is not None else 0
     meta_bytes = meta_parts(len(wanted.data), roi_tokens, len(descriptors))[2]
     return Request(wanted, descriptors, len(placed), sum([tensor.nbytes for tensor in placed]), run_bytes,
-                   max(1, round(ttl * 1e9)) if ttl is not None else 0, roi_tokens, meta_bytes)
+                   max(1, round(ttl * 1e9)) if ttl is not None else 0, roi_tokens, meta_bytes, placement.region,
+                   placement.staged)
 
 
 def _check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:

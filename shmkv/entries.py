@@ -23,6 +23,7 @@ Why not a queue of messages: readers look for a prefix, not for the next one.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from enum import IntEnum
 
 from .errors import SegmentBroken
@@ -45,22 +46,23 @@ MOVES: dict[tuple[int, int], str] = {
     (RESERVED, FREE): "abort",
     (RESERVED, DROPPED): "abort, its tensors still live",
     (READY, TAKEN): "take",
-    (READY, FREE): "evict, expire or cancel",
+    (READY, FREE): "evict, expire, cancel, or its device memory is gone",
     (READY, DROPPED): "cancel, a reader or its producer's tensors still live",
     (TAKEN, FREE): "consume",
-    (TAKEN, DROPPED): "consume, another lease still pins it",
+    (TAKEN, DROPPED): "consume, another lease still pins it; or its device memory is gone",
     (TAKEN, READY): "redeliver",
     (DROPPED, FREE): "let go of, the last lease is gone",
 }
 
 
 class Entries:
-    def __init__(self, segment: Segment):
+    def __init__(self, segment: Segment, capacity_of: Callable[[int], int]):
+        """`capacity_of`: the bytes in which runs of an `Entry.region` may lie."""
         layout = segment.layout
         self._words, self._area = segment.words, layout.entries
         self._free = segment.memory[layout.free_slots.at:layout.free_slots.at + 4 * layout.entries.count].cast("I")
         self.count = layout.entries.count
-        self._meta_at, self._arena_bytes = layout.meta.at, layout.arena.nbytes
+        self._meta_at, self._capacity_of = layout.meta.at, capacity_of
         self._meta_bytes = layout.meta.nbytes
 
     def at(self, slot: int) -> int:
@@ -119,15 +121,19 @@ class Entries:
             raise SegmentBroken(f"slot {slot}: key of {nbytes} B at {start} lies outside the meta arena")
         return self._meta_at + start, nbytes
 
+    def region(self, slot: int) -> int:
+        """Where the run lies: 0 the payload arena, r + 1 the arena of region r, IN_PLACE registered tensors."""
+        return self._words[self.at(slot) + Entry.region]
+
     def sequence(self, slot: int) -> int:
         return self._words[self._area.word + slot * self._area.stride + Entry.sequence]
 
     def run(self, slot: int) -> tuple[int, int]:
-        """The entry's run: offset in the payload arena, and length, in bytes."""
+        """The entry's run: offset in its arena, and length, in bytes."""
         at = self.at(slot)
         start, nbytes = self._words[at + Entry.run_at], self._words[at + Entry.run_bytes]
-        if start + nbytes > self._arena_bytes:
-            raise SegmentBroken(f"slot {slot}: run of {nbytes} B at {start} lies outside the payload arena")
+        if start + nbytes > self._capacity_of(self._words[at + Entry.region]):
+            raise SegmentBroken(f"slot {slot}: run of {nbytes} B at {start} lies outside its arena")
         return start, nbytes
 
     def meta(self, slot: int) -> tuple[int, int]:

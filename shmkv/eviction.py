@@ -9,16 +9,24 @@ from .layout import META_UNIT_BYTES, Entry
 from .tables import Tables
 
 
-def victims(tables: Tables, run_bytes: int, meta_bytes: int) -> list[int] | None:
-    """The slots to evict for an entry of these sizes, longest unused first; None if not even all would do."""
+def victims(tables: Tables, run_bytes: int, meta_bytes: int, region: int) -> list[int] | None:
+    """The slots to evict for an entry of these sizes, longest unused first; None if not even all would do.
+
+    While bytes of the run's arena are short, entries that lie elsewhere are spared.
+    """
     if not tables.leases.n_free():
         return None
     entries, chosen = tables.entries, []
-    holders, used_ns = entries.column(Entry.holders), entries.column(Entry.used_ns)
-    payload, meta = Gaps(tables.arena.holes()), Gaps(tables.meta.holes())
-    for slot in sorted((slot for slot in entries.slots(READY) if not holders[slot]), key=used_ns.__getitem__):
+    holders, used_ns, regions = (entries.column(field) for field in (Entry.holders, Entry.used_ns, Entry.region))
+    payload, meta = Gaps(tables.arena_of(region).holes() if run_bytes else ()), Gaps(tables.meta.holes())
+    unused = sorted((slot for slot in entries.slots(READY) if not holders[slot]), key=used_ns.__getitem__)
+    here, elsewhere = [], []
+    for slot in unused:
+        (here if regions[slot] == region else elsewhere).append(slot)
+    for slot in here + elsewhere if payload.longest < run_bytes else unused:
         chosen.append(slot)
-        payload.add(*entries.run(slot))
+        if regions[slot] == region:
+            payload.add(*entries.run(slot))
         start, nbytes = entries.meta(slot)
         meta.add(start, -(-nbytes // META_UNIT_BYTES) * META_UNIT_BYTES)
         if payload.longest >= run_bytes and meta.longest >= meta_bytes:

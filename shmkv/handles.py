@@ -17,11 +17,12 @@ from . import namespace as namespaces
 from .entries import meta_parts
 from .errors import Cancelled, ClosedError, InvalidArgument, InvalidTensor
 from .leases import Outcome
+from .regions import IN_PLACE
 from .session import Opening, Session
 from .store import Grant
 from .sync import deadline
 from .tensors import Placed, bit_clone, bit_copy, check_target, decode
-from .transport import Transport
+from .transport import Decision, Transport
 
 if TYPE_CHECKING:
     import torch
@@ -76,15 +77,20 @@ class Hit(Single, Mapping[str, "torch.Tensor"]):
     sequence: int
     """the entry's number: what insert() returned for it"""
     transport: str
-    """how the bytes are seen: "host" """
+    """the path by which the bytes are seen: "host", or for an entry in device memory "local", "cuda_ipc", "cuda_peer",
+    "staging", "nccl" """
+    refused: Mapping[str, str]
+    """why each better path than `transport` was not taken"""
 
     def __init__(self, session: Session, transport: Transport, how: str):
-        self._session, self._transport, self._how = session, transport, how
+        self._session, self._how = session, how
+        self._transport: Transport | None = transport
         self._lifeline = session.lifeline(self)
         self._tensors: dict[str, torch.Tensor] | None = None
         self._meta = b""
         self._released = False
-        self.transport = transport.name
+        self._placed: list[Placed] | None = None
+        self.transport, self.refused = transport.name, {}
 
     @property
     def hold(self):
@@ -96,6 +102,20 @@ class Hit(Single, Mapping[str, "torch.Tensor"]):
         self.nbytes, self.sequence = grant.payload_bytes, grant.sequence
         self._run, self._meta, self._header = (grant.run_at, grant.run_bytes), meta, header
 
+    def come_by(self, decision: Decision, transport: Transport, run: tuple[int, int], placed: list[Placed]) -> None:
+        """Called once by the buffer for an entry in device memory: how its bytes are reached."""
+        self.transport, self.refused = decision.path.name.lower(), decision.describe()
+        self._transport, self._run, self._placed = transport, run, placed
+
+    def record_stream(self, stream: Any) -> None:
+        """Device work on this stream (a torch.cuda.Stream or the driver's number) reads the tensors too: the entry's
+        bytes are not reused before it is done. Call it before `release`, for streams other than the one that was
+        current at the look-up.
+        """
+        self._views()
+        for device, _ in self._lifeline.work():
+            self._lifeline.add_work(device, int(getattr(stream, "cuda_stream", stream)))
+
     def release(self, *, returned: bool = False) -> None:
         """Let go of the entry. Its bytes are reused when the last tensor derived from it is gone too. Idempotent.
 
@@ -104,7 +124,7 @@ class Hit(Single, Mapping[str, "torch.Tensor"]):
         """
         if returned and not self._released:
             self._lifeline.hold.outcome = Outcome.RETURNED
-        self._released, self._tensors = True, None
+        self._released, self._tensors, self._transport = True, None, None
         if self._lifeline.drop_handle():
             self._session.settle()
 
@@ -173,17 +193,22 @@ class Hit(Single, Mapping[str, "torch.Tensor"]):
         return self is other
 
     def _views(self) -> dict[str, torch.Tensor]:
-        if self._released:
+        transport = self._transport
+        if self._released or transport is None:
             raise ClosedError("this hit was released", hint="use it inside the with block, or keep its tensors")
         if self._tensors is None:
-            _, start, end = meta_parts(*self._header)
-            placed = decode(self._meta[start:end], self._run[1])
+            placed = self._placed or self.described()
             lifeline, opening = self._lifeline, Opening()
-            views = self._transport.views(self._run, placed, self._how, lifeline.mapped(opening), lifeline.asked)
+            views = transport.views(self._run, placed, self._how, lifeline.mapped(opening), lifeline.asked)
             if self._released:
                 raise ClosedError("this hit was released by another thread meanwhile")
             self._tensors = views
         return self._tensors
+
+    def described(self) -> list[Placed]:
+        """The entry's tensors as its producer placed them."""
+        _, start, end = meta_parts(*self._header)
+        return decode(self._meta[start:end], self._run[1])
 
     def copy_out(self) -> None:
         """Replace the views by private copies (`copy=True`)."""
@@ -217,20 +242,28 @@ class Reserved(Single, Mapping[str, "torch.Tensor"]):
         """The entry's number, as in signals about it."""
         return self._entry().sequence
 
+    @property
+    def slot_in_place(self) -> int | None:
+        """The slot of an entry whose tensors stay where they are; None for one that has a run."""
+        grant = self._entry()
+        return grant.slot if grant.region == IN_PLACE else None
+
     def fill(self, grant: Grant, placed: list[Placed], sources: Mapping[str, torch.Tensor] | None) -> None:
         """Called once by the buffer, with the lease held: copy the sources in, or offer tensors to write into."""
         self._grant, run = grant, (grant.run_at, grant.run_bytes)
+        lifeline = self._lifeline
         if sources is not None:
-            self._transport.write(run, placed, sources)
+            self._transport.write(run, placed, sources, lifeline.mapped())
         else:
-            lifeline, opening = self._lifeline, Opening()
+            opening = Opening()
             self._tensors = self._transport.writable(run, placed, lifeline.mapped(opening), lifeline.asked)
 
     def seal(self) -> int:
         """Make the entry visible and return its sequence. Raises Cancelled if somebody cancelled it meanwhile."""
         grant = self._entry()
+        finished = not self._lifeline.work() or self._transport.finish()
         self._tensors = {}
-        done = not self._lifeline.has_views()
+        done = finished and not self._lifeline.has_views()
         sealed = self._session.run(lambda: self._session.store.seal(grant, self.hold, self._key, done), deadline(10))
         self._end(done)
         if not sealed:
@@ -242,7 +275,7 @@ class Reserved(Single, Mapping[str, "torch.Tensor"]):
         grant, self._tensors = self._grant, {}
         if grant is None:
             return
-        done = not self._lifeline.has_views()
+        done = not self._lifeline.has_views() and not self._lifeline.work()
         self._session.run(lambda: self._session.store.abort(grant, self.hold, done), deadline(10))
         self._end(done)
 

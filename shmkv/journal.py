@@ -28,6 +28,7 @@ class EventKind(IntEnum):
     ABORTED = 8
     DIED = 9
     RECOVERED = 10
+    LOST = 11
 
 
 class Event(NamedTuple):

@@ -51,7 +51,9 @@ class Header(Record):
     journal: Annotated[int, "geometry: events kept"]
     meta_bytes: Annotated[int, "geometry: arena of keys and descriptors"]
     arena_bytes: Annotated[int, "geometry: arena of payload"]
-    geometry_check: Annotated[int, "checksum of the words from format to arena_bytes"]
+    device_arenas: Annotated[int, "geometry: device arenas at most"]
+    registrations: Annotated[int, "geometry: registered device tensors at most"]
+    geometry_check: Annotated[int, "checksum of the words from format to registrations"]
     instance: Annotated[int, "random identity of this segment"]
     owner: Annotated[int, "peer index + 1 of the owner, who removes the name"]
     owner_generation: Annotated[int, "of that peer record"]
@@ -93,6 +95,7 @@ class Counter(Record):
     cancelled: Annotated[int, "entries cancelled"]
     evicted: Annotated[int, "entries evicted"]
     expired: Annotated[int, "entries expired"]
+    lost: Annotated[int, "entries that went with their producer's device memory"]
     deaths: Annotated[int, "dead peers whose remains were taken over"]
     recoveries: Annotated[int, "rebuilds after a half-done mutation"]
     signals: Annotated[int, "signals posted"]
@@ -125,7 +128,7 @@ class Wait(Record):
     peer: Annotated[int, "peer index"]
     peer_generation: Annotated[int, ""]
     thread: Annotated[int, "native thread id"]
-    kind: Annotated[int, "1 an entry, 2 room, 3 a signal"]
+    kind: Annotated[int, "1 an entry, 2 room, 3 a signal, 4 a request, 5 an answer"]
     since_ns: Annotated[int, "monotonic"]
     deadline_ns: Annotated[int, "monotonic; 2**63: forever"]
     posted: Annotated[int, "non-zero: something happened since the waiter last looked"]
@@ -138,6 +141,7 @@ class Wait(Record):
     tokens_3: Annotated[int, ""]
     wanted_bytes: Annotated[int, "payload bytes room is wanted for"]
     wanted_meta_bytes: Annotated[int, "key and descriptor bytes room is wanted for"]
+    wanted_region: Annotated[int, "region + 1 of the device arena room is wanted in; 0: the payload arena"]
 
 
 class Lease(Record):
@@ -152,6 +156,9 @@ class Lease(Record):
     thread: Annotated[int, "native id of the thread that took it"]
     since_ns: Annotated[int, "monotonic"]
     generation: Annotated[int, "how often this record was held"]
+    path: Annotated[int, "how its holder gets at the bytes: a path's code, and a reason a byte for each better one"]
+    request: Annotated[int, "0 none, 1 ASKED, 2 SERVING, 3 SERVED, 4 REFUSED: the owner is to bring the bytes"]
+    scratch: Annotated[int, "slot + 1 of the holder's own entry that takes part in that"]
 
 
 class Entry(Record):
@@ -180,6 +187,57 @@ class Entry(Record):
     taker: Annotated[int, "index + 1 of the lease that took it, while TAKEN; stored before TAKEN"]
     cancelled: Annotated[int, "1: drop it instead of sealing"]
     fingerprint: Annotated[int, "hint for the journal, never trusted"]
+    region: Annotated[int, "0: run in the payload arena; region + 1: in that; ~0: in its producer's registered tensors"]
+
+
+class Region(Record):
+    state: Annotated[int, "0 FREE, 1 OPEN, 2 GONE; stored last"]
+    generation: Annotated[int, "how often this record was claimed"]
+    kind: Annotated[int, "1 ARENA: memory for runs, 2 TENSOR: a registered tensor"]
+    peer: Annotated[int, "owner: the memory ends with this peer"]
+    peer_generation: Annotated[int, ""]
+    uuid_0: Annotated[int, "the device's UUID, 16 bytes"]
+    uuid_1: Annotated[int, ""]
+    nbytes: Annotated[int, "size"]
+    start: Annotated[int, "bytes from the start of the allocation that the handle names"]
+    exported: Annotated[int, "1: the handle is valid"]
+    handle_0: Annotated[int, "CUDA IPC memory handle, 64 bytes: a capability"]
+    handle_1: Annotated[int, ""]
+    handle_2: Annotated[int, ""]
+    handle_3: Annotated[int, ""]
+    handle_4: Annotated[int, ""]
+    handle_5: Annotated[int, ""]
+    handle_6: Annotated[int, ""]
+    handle_7: Annotated[int, ""]
+    published: Annotated[int, "1: entries are sealed before the device work is done, and ordered by the event"]
+    event_0: Annotated[int, "CUDA IPC event handle, 64 bytes"]
+    event_1: Annotated[int, ""]
+    event_2: Annotated[int, ""]
+    event_3: Annotated[int, ""]
+    event_4: Annotated[int, ""]
+    event_5: Annotated[int, ""]
+    event_6: Annotated[int, ""]
+    event_7: Annotated[int, ""]
+    holes: Annotated[int, "device arena (derived)"]
+    free: Annotated[int, "device arena, in units (derived)"]
+    recent: Annotated[int, "device arena (derived)"]
+
+
+class Ladder(Record):
+    host: Annotated[int, "look-ups served by each path"]
+    local: Annotated[int, ""]
+    cuda_ipc: Annotated[int, ""]
+    cuda_peer: Annotated[int, ""]
+    staging: Annotated[int, ""]
+    nccl: Annotated[int, ""]
+    host_last: Annotated[int, "the last one's word `path` of its lease"]
+    local_last: Annotated[int, ""]
+    cuda_ipc_last: Annotated[int, ""]
+    cuda_peer_last: Annotated[int, ""]
+    staging_last: Annotated[int, ""]
+    nccl_last: Annotated[int, ""]
+    staged_inserts: Annotated[int, "entries of device tensors that were copied into the payload arena"]
+    staged_inserts_last: Annotated[int, "why, as in `path` of a lease"]
 
 
 class Signal(Record):
@@ -205,7 +263,7 @@ class Event(Record):
     n_tokens: Annotated[int, ""]
 
 
-RECORDS: tuple[type[Record], ...] = (Header, Counter, Peer, Wait, Lease, Entry, Signal, Event)
+RECORDS: tuple[type[Record], ...] = (Header, Counter, Ladder, Peer, Wait, Lease, Entry, Region, Signal, Event)
 _DECLARED = ";".join(f"{record.__name__}:{','.join(record.names)}" for record in RECORDS)
 FORMAT = VERSION << 32 | zlib.crc32(f"{sys.byteorder};{PAGE_BYTES};{META_UNIT_BYTES};{_DECLARED}".encode())
 
@@ -222,11 +280,13 @@ class Geometry:
     journal: int
     meta_bytes: int
     arena_bytes: int
+    device_arenas: int
+    registrations: int
 
     LIMITS: ClassVar[dict[str, tuple[int, int]]] = {
         "slots": (1, 1 << 22), "peers": (1, 4096), "leases": (1, 1 << 22), "waits": (1, 65536),
         "ring": (1, 65536), "journal": (1, 1 << 20), "meta_bytes": (PAGE_BYTES, 1 << 42),
-        "arena_bytes": (PAGE_BYTES, 1 << 46),
+        "arena_bytes": (PAGE_BYTES, 1 << 46), "device_arenas": (0, 64), "registrations": (0, 1 << 16),
     }
 
     def check(self) -> Geometry:
@@ -263,10 +323,12 @@ class Layout:
         self.areas: list[Area] = []
         self.header = self._records(Header, 1)
         self.counters = self._records(Counter, 1)
+        self.ladder = self._records(Ladder, 1)
         self.peers = self._records(Peer, g.peers)
         self.waits = self._records(Wait, g.waits)
         self.leases = self._records(Lease, g.leases)
         self.entries = self._records(Entry, g.slots)
+        self.regions = self._records(Region, g.device_arenas + g.registrations)
         self.signals = self._records(Signal, g.peers * g.ring)
         self.journal = self._records(Event, g.journal)
         self.free_slots = self._array("free slots", g.slots, 4)
@@ -277,6 +339,10 @@ class Layout:
         self.hole_lengths = self._array("arena hole lengths", g.slots + 1, 8)
         self.meta_hole_starts = self._array("meta hole starts", g.slots + 1, 8)
         self.meta_hole_lengths = self._array("meta hole lengths", g.slots + 1, 8)
+        n_holes = g.device_arenas * (g.slots + 1)
+        self.device_hole_starts = self._array("device hole starts", n_holes, 8)
+        self.device_hole_lengths = self._array("device hole lengths", n_holes, 8)
+        self.mappings = self._array("region mappings", self.regions.count * g.peers, 8)
         self.meta = self._add("meta arena", g.meta_bytes, 0, 0, None)
         self.arena = self._add("payload arena", g.arena_bytes, 0, 0, None)
         self.file_bytes = self.arena.at + self.arena.nbytes
@@ -330,7 +396,7 @@ def read_header(data: bytes, file_bytes: int) -> Layout:
         found, expected = words[Header.format], FORMAT
         raise FormatMismatch(f"segment has format {found >> 32}/{found & NONE:08x}, "
                              f"this library writes {expected >> 32}/{expected & NONE:08x}")
-    if words[Header.geometry_check] != _geometry_check(words[Header.format:Header.arena_bytes + 1]):
+    if words[Header.geometry_check] != _geometry_check(words[Header.format:Header.registrations + 1]):
         raise SegmentBroken("the words of the header do not agree with their checksum")
     try:
         layout = Layout(Geometry(**{name: words[getattr(Header, name)] for name in GEOMETRY_FIELDS}))
@@ -348,4 +414,4 @@ def _geometry_check(words: Iterable[int]) -> int:
 
 if __name__ == "__main__":
     print(Layout(Geometry(slots=4096, peers=64, leases=4096, waits=256, ring=256, journal=1024,
-                          meta_bytes=8 << 20, arena_bytes=1 << 30)).memory_map())
+                          meta_bytes=8 << 20, arena_bytes=1 << 30, device_arenas=8, registrations=256)).memory_map())

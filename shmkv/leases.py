@@ -83,6 +83,7 @@ class Leases:
         generation = words[at + Lease.generation] + 1
         words[at + Lease.generation] = generation
         words[at + Lease.released] = words[at + Lease.outcome] = 0
+        words[at + Lease.path] = words[at + Lease.request] = words[at + Lease.scratch] = 0
         words[at + Lease.kind], words[at + Lease.slot] = kind, slot
         words[at + Lease.entry_generation] = entry_generation
         words[at + Lease.peer], words[at + Lease.peer_generation] = peer, peer_generation

@@ -45,6 +45,10 @@ class News:
         self._note(WaitKind.ENTRY, 0, -1)
         self._note(WaitKind.ROOM, 0, -1)
 
+    def ring(self, wait: WaitKind, peer: int) -> None:
+        """Have a peer's waiting threads of this kind look again."""
+        self._note(wait, 0, peer)
+
     def tell_producer(self, slot: int, kind: SignalKind) -> None:
         """Tell the producer of an entry what became of it, if it is still attached."""
         words, at = self._words, self._tables.entries.at(slot)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import time
+from typing import Any
 
 from . import residue, segment
 from .buffer import KVBuffer
+from .devices import DeviceOptions
 from .errors import InvalidArgument, NoSuchSegment, SegmentExists, ShmkvError
 from .layout import PAGE_BYTES, Geometry, Header, Layout
 from .recovery import rebuild
@@ -20,8 +22,10 @@ _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4,
 
 
 def create(name: str | None = None, *, capacity: int | str = "1GiB", meta_capacity: int | str | None = None,
-           slots: int = 4096, leases: int | None = None, peers: int = 64, waits: int = 256, role: str = "",
-           exist_ok: bool = False) -> KVBuffer:
+           slots: int = 4096, leases: int | None = None, peers: int = 64, waits: int = 256, device_arenas: int = 8,
+           registrations: int = 256, role: str = "", exist_ok: bool = False, device_capacity: int | str = 0,
+           device: Any = None, publish: str = "wait", require: str | None = None,
+           prefer: str | None = None) -> KVBuffer:
     """Create a buffer and attach to it, as its owner: its close() and its exit remove the name.
 
     `name`: 1 to 180 characters of A-Z a-z 0-9 . _ -; None makes a fresh one (read it from `.name`). `capacity`: bytes
@@ -32,50 +36,64 @@ def create(name: str | None = None, *, capacity: int | str = "1GiB", meta_capaci
     look into the buffer. `exist_ok`: attach if the name exists already; the sizes are then those that it has, and if
     its owner is dead, this handle becomes the owner.
 
+    `device_capacity`: bytes of memory on `device` ("cuda:0", a torch.device, a GPU's UUID) that this handle owns: the
+    device tensors it inserts are copied there, and others on that GPU see them in place. They end with this handle.
+    `device` without it: where this handle wants device tensors. `publish`: "wait" until the device work behind an entry
+    is done, or "event": publish at once and order consumers' streams behind an interprocess event. `require`: refuse
+    paths worse than this one ("local", "cuda_ipc", "cuda_peer", "staging", "nccl"); `prefer`: try this one first.
+    `device_arenas`, `registrations`: handles with `device_capacity`, and tensors registered, at most.
+
     A segment of this name whose peers are all dead is replaced (with `exist_ok`, it is taken over with its entries).
 
-    Raises InvalidName, InvalidArgument, SegmentExists, StorageFull (naming the bytes needed and free).
+    Raises InvalidName, InvalidArgument, SegmentExists, StorageFull (naming the bytes needed and free),
+    TransportUnavailable (there is no CUDA driver for `device_capacity`).
     """
-    geometry, role = _geometry(capacity, meta_capacity, slots, leases, peers, waits), _role(role)
+    geometry = _geometry(capacity, meta_capacity, slots, leases, peers, waits, device_arenas, registrations)
+    role = _role(role)
+    options = _options(device_capacity, device, publish, require, prefer)
     until = deadline(ENTER_TIMEOUT_S)
     if name is None:
-        return _make(segment.fresh_name(), geometry, role, until)
+        return _make(segment.fresh_name(), geometry, role, until, options)
     name = segment.clean_name(name)
     while True:
         if exist_ok:
             try:
-                return _attach(name, role, until, own=True)
+                return _attach(name, role, until, options, own=True)
             except NoSuchSegment:
                 pass
         _clear_way(name)
         try:
-            return _make(name, geometry, role, until)
+            return _make(name, geometry, role, until, options)
         except SegmentExists:
             if not exist_ok:
                 raise
 
 
-def attach(name: str, *, role: str = "", timeout: float | None = 0.0) -> KVBuffer:
-    """Attach to an existing buffer by name; waits up to `timeout` seconds for it to appear.
+def attach(name: str, *, role: str = "", timeout: float | None = 0.0, device_capacity: int | str = 0,
+           device: Any = None, publish: str = "wait", require: str | None = None,
+           prefer: str | None = None) -> KVBuffer:
+    """Attach to an existing buffer by name; waits up to `timeout` seconds for it to appear. The rest as in `create`.
 
-    Raises InvalidName, NoSuchSegment, NotOurs, FormatMismatch, SegmentBroken, TableFull (no peer record is free).
+    Raises InvalidName, InvalidArgument, NoSuchSegment, NotOurs, FormatMismatch, SegmentBroken, TableFull (no peer
+    record is free), TransportUnavailable, StorageFull (of device memory).
     """
     until, role = deadline(timeout), _role(role)
+    options = _options(device_capacity, device, publish, require, prefer)
     while True:
         try:
-            return _attach(name, role, until)
+            return _attach(name, role, until, options)
         except NoSuchSegment as missing:
             if passed(until):
                 raise NoSuchSegment(f"{missing.args[0]}, {timeout} s after attach() began to look") from None
             time.sleep(0.005)
 
 
-def _make(name: str, geometry: Geometry, role: str, until: int) -> KVBuffer:
+def _make(name: str, geometry: Geometry, role: str, until: int, options: DeviceOptions) -> KVBuffer:
     shared = segment.create(name, Layout(geometry))
     tables = Tables(shared)
     shared.words[Header.next_sequence] = 1
     rebuild(tables)
-    buffer = KVBuffer(shared, role, until, tables, own=True)
+    buffer = KVBuffer(shared, role, until, tables, own=True, device=options)
     try:
         segment.publish(shared)
     except SegmentExists:
@@ -85,23 +103,29 @@ def _make(name: str, geometry: Geometry, role: str, until: int) -> KVBuffer:
     return buffer
 
 
-def _attach(name: str, role: str, until: int, own: bool = False) -> KVBuffer:
+def _attach(name: str, role: str, until: int, options: DeviceOptions, own: bool = False) -> KVBuffer:
     shared = segment.attach(name)
-    buffer = KVBuffer(shared, role, until, own=own)
+    buffer = KVBuffer(shared, role, until, own=own, device=options)
     if shared.words[Header.unlinked]:
         buffer.close()
         raise NoSuchSegment(f"segment {name!r} was removed by its owner just now")
     return buffer
 
 
+def _options(capacity: int | str, device: Any, publish: str, require: str | None,
+             prefer: str | None) -> DeviceOptions:
+    nbytes = 0 if capacity == 0 and not isinstance(capacity, bool) else _bytes(capacity)
+    return DeviceOptions(nbytes, device, publish, require, prefer).check()
+
+
 def _geometry(capacity: int | str, meta_capacity: int | str | None, slots: int, leases: int | None, peers: int,
-              waits: int) -> Geometry:
+              waits: int, device_arenas: int, registrations: int) -> Geometry:
     if not isinstance(slots, int):
         raise InvalidArgument(f"slots={slots!r} is not a whole number")
     return Geometry(
         slots=slots, peers=peers, leases=leases if leases is not None else slots + 64, waits=waits, ring=256,
         journal=1024, meta_bytes=_pages(meta_capacity if meta_capacity is not None else (4 << 20) + 512 * slots),
-        arena_bytes=_pages(capacity)).check()
+        arena_bytes=_pages(capacity), device_arenas=device_arenas, registrations=registrations).check()
 
 
 def _role(role: str) -> str:

@@ -31,6 +31,7 @@ import os
 import struct
 import threading
 import time
+from array import array
 from collections.abc import Iterator
 from enum import IntEnum
 
@@ -55,6 +56,10 @@ class WaitKind(IntEnum):
     ENTRY = 1
     ROOM = 2
     SIGNAL = 3
+    REQUEST = 4
+    """the owner of device memory, for peers that cannot reach it"""
+    ANSWER = 5
+    """such a peer, for the owner's answer"""
 
 
 _IDLE, _WAITING = int(WaitState.IDLE), int(WaitState.WAITING)
@@ -224,7 +229,7 @@ class Place:
         self.bell = sync.Bell(self._bell_name)
 
     def announce(self, kind: WaitKind, deadline_ns: int, *, tokens: bytes = b"", family: int = 0,
-                 wanted: tuple[int, int] = (0, 0)) -> None:
+                 wanted: tuple[int, int, int] = (0, 0, 0)) -> None:
         """Put on record what this thread waits for, before it looks for the last time."""
         words, at = self._words, self.at
         if not self._is_mine() or words[at + Wait.state] != _IDLE:
@@ -233,7 +238,7 @@ class Place:
         words[at + Wait.since_ns], words[at + Wait.evaluated] = time.monotonic_ns(), 0
         words[at + Wait.family], words[at + Wait.n_tokens] = family, len(tokens) // 4
         words[at + Wait.tokens_0:at + Wait.tokens_0 + 4] = memoryview(tokens[:32].ljust(32, b"\0")).cast("Q")
-        words[at + Wait.wanted_bytes], words[at + Wait.wanted_meta_bytes] = wanted
+        words[at + Wait.wanted_bytes:at + Wait.wanted_region + 1] = array("Q", wanted)
         words[at + Wait.state] = _WAITING  # SYNC POINT wait-announced (store)
 
     def withdraw(self) -> None:

@@ -27,6 +27,7 @@ from .entries import DROPPED, FREE, READY, RESERVED, TAKEN
 from .errors import SegmentBroken
 from .layout import Entry, Header, Lease
 from .leases import LeaseKind
+from .regions import IN_PLACE, RegionState
 from .tables import Tables
 
 
@@ -40,11 +41,13 @@ def rebuild(tables: Tables) -> None:
         if not RESERVED <= state <= DROPPED:
             raise SegmentBroken(f"slot {slot} has state {state}")
         words[at + Entry.holders] = holders[slot]
-        if state == RESERVED and not writers[slot] or state == DROPPED and not holders[slot]:
-            words[at + Entry.state] = FREE
+        if state in (RESERVED, DROPPED) and not (writers[slot] if state == RESERVED else holders[slot]):
+            words[at + Entry.state] = DROPPED if holders[slot] else FREE
         elif state == TAKEN and not takers[slot]:
             words[at + Entry.state] = READY
-    tables.arena.rebuild(_runs(tables))
+    tables.arena.rebuild(_runs(tables, 0))
+    for region in tables.device_arenas():
+        tables.arena_of(region).rebuild(_runs(tables, region))
     tables.meta.rebuild(_metas(tables))
     tables.order.rebuild(entries.slots(READY))
     entries.rebuild_free()
@@ -59,7 +62,8 @@ def problems(tables: Tables) -> Iterator[str]:
     holders, writers, takers = _holders(tables)
     for slot in entries.slots():
         yield from _entry_problems(tables, slot, holders[slot], writers[slot], takers[slot])
-    yield from (f"arena: {text}" for text in tables.arena.problems(_runs(tables)))
+    yield from (f"arena: {text}" for text in tables.arena.problems(_runs(tables, 0)))
+    yield from _region_problems(tables)
     yield from (f"meta arena: {text}" for text in tables.meta.problems(_metas(tables)))
     yield from (f"order: {text}" for text in tables.order.problems(entries.slots(READY)))
     yield from _stack_problems(tables)
@@ -82,8 +86,9 @@ def _holders(tables: Tables) -> tuple[Tally[int], Tally[int], Tally[int]]:
     return all_, writers, takers
 
 
-def _runs(tables: Tables) -> list[tuple[int, int]]:
-    runs = (tables.entries.run(slot) for slot in tables.entries.slots())
+def _runs(tables: Tables, region: int) -> list[tuple[int, int]]:
+    entries, regions = tables.entries, tables.entries.column(Entry.region)
+    runs = (entries.run(slot) for slot in entries.slots() if regions[slot] == region)
     return [(start, nbytes) for start, nbytes in runs if nbytes]
 
 
@@ -125,6 +130,21 @@ def _entry_problems(tables: Tables, slot: int, holders: int, writers: int, taker
         yield f"slot {slot}: {words[at + Entry.payload_bytes]} B of tensors in a run of {words[at + Entry.run_bytes]} B"
     if tables.entries.parts(slot)[2] > words[at + Entry.meta_bytes]:
         yield f"slot {slot}: key and descriptors exceed their {words[at + Entry.meta_bytes]} B"
+
+
+def _region_problems(tables: Tables) -> Iterator[str]:
+    words, regions, arenas = tables.words, tables.regions, tables.device_arenas()
+    for region in arenas:
+        yield from (f"region {region - 1}: {text}"
+                    for text in tables.arena_of(region).problems(_runs(tables, region)))
+    for index in regions.used(RegionState.OPEN):
+        owner = regions.info(index).peer
+        if owner >= tables.peers.count or words[tables.peers.at(owner)] == 0:
+            yield f"region {index}: owned by peer {owner}, who is not attached"
+    for slot in tables.entries.slots():
+        region = tables.entries.region(slot)
+        if region not in (0, IN_PLACE, *arenas):
+            yield f"slot {slot}: lies in region {region - 1}, which is no arena"
 
 
 def _stack_problems(tables: Tables) -> Iterator[str]:

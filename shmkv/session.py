@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import util
-from typing import NoReturn, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 from . import sync
 from .errors import ClosedError, ShmkvError
@@ -33,7 +33,13 @@ LEAVE_TIMEOUT_S = 2.0
 
 
 class Session:
-    """An attached peer. Threads may share it; a forked child may not use it."""
+    """An attached peer. Threads may share it; a forked child may not use it.
+
+    `device_side` is set once the handle has to do with device memory: what it needs before a lease ends, and before
+    this peer leaves.
+    """
+
+    device_side: DeviceSide | None = None
 
     def __init__(self, segment: Segment, role: str, deadline_ns: int, tables: Tables | None = None):
         self.segment = segment
@@ -44,7 +50,7 @@ class Session:
         self._here = threading.local()
         self._places: weakref.WeakSet[Place] = weakref.WeakSet()
         claim = functools.partial(self.tables.peers.claim, role)
-        self.store.enter(self._enter(lambda: self.store.or_bury(claim), deadline_ns))
+        self.store.enter(self.enter(lambda: self.store.or_bury(claim), deadline_ns))
         self._left = False
         _end_at_exit(self)
 
@@ -61,7 +67,7 @@ class Session:
     def run(self, body: Callable[[], T], deadline_ns: int) -> T:
         """Run `body` under the lock, then ring those whom its changes concern."""
         self.check()
-        return self._enter(body, deadline_ns)
+        return self.enter(body, deadline_ns)
 
     def wait(self, look: Callable[[Place | None], T | None], deadline_ns: int,
              announce: Callable[[Place], None]) -> T | None:
@@ -134,8 +140,10 @@ class Session:
         self.sweep()
         for place in list(self._places):
             place.retire()
+        if self.device_side is not None:
+            self.device_side.leave()
         try:
-            self._enter(self.store.leave, sync.deadline(LEAVE_TIMEOUT_S))
+            self.enter(self.store.leave, sync.deadline(LEAVE_TIMEOUT_S))
         except ShmkvError as error:
             log.warning("closed %r without taking leave, the others will find out: %s", self.segment.name, error)
         finally:
@@ -148,6 +156,8 @@ class Session:
         """At an orderly exit of the process: nothing will look at a view again, so release all, then leave."""
         self.segment.unlink()
         for lifeline in list(self._lifelines):
+            if self.device_side is not None:
+                self.device_side.finish(lifeline.work())
             self.released(lifeline)
         self.close()
 
@@ -162,12 +172,14 @@ class Session:
         if self._gone:
             return
         self._gone = True
+        if self.device_side is not None:
+            self.device_side.end()
         self.store.me.end()
         self.tables.waits.bells.close()
         self.tables = self.store = self.lock = self._here = _Closed()
         self.segment.detach()
 
-    def _enter(self, body: Callable[[], T], deadline_ns: int) -> T:
+    def enter(self, body: Callable[[], T], deadline_ns: int) -> T:
         result, rings = self.lock.run(functools.partial(self.store.section, body), deadline_ns)
         if rings:
             self._ring(rings)
@@ -205,6 +217,24 @@ class Session:
         return self.tables.words[Header.next_expiry_ns]
 
 
+class DeviceSide(Protocol):
+    def drain(self, work: set[tuple[int, int]], then: Callable[[], None]) -> None:
+        """Call `then` once the devices have done this work; at once or from another thread."""
+        ...
+
+    def finish(self, work: set[tuple[int, int]]) -> None:
+        """Return when the devices have done this work."""
+        ...
+
+    def leave(self) -> None:
+        """This peer is about to leave: take its device memory out of use."""
+        ...
+
+    def end(self) -> None:
+        """The last lease has ended: nothing will be asked any more."""
+        ...
+
+
 class _Closed:
     """Stands where the tables were: a thread that is late finds out that its handle was closed."""
 
@@ -225,23 +255,34 @@ class Lifeline:
     interrupt cut short is made up for by the session's next `sweep`.
     """
 
-    __slots__ = ("hold", "_session", "_handle", "_mapped", "__weakref__")
+    __slots__ = ("hold", "_session", "_handle", "_mapped", "_draining", "__weakref__")
 
     def __init__(self, session: Session, handle: object):
         self.hold = Hold()
         self._session = session
         self._mapped: list[Mapped] = []
+        self._draining = False
         self._handle: weakref.ref | None = weakref.ref(handle, self.asked)
 
-    def mapped(self, opening: Opening) -> Mapped:
+    def mapped(self, opening: Opening | None = None) -> Mapped:
         """What a transport records into; the lease lasts as long as what it gives out, and until then as `opening`."""
         mapped = Mapped()
-        mapped.watch(opening, self.asked)
+        if opening is not None:
+            mapped.watch(opening, self.asked)
         self._mapped.append(mapped)
         return mapped
 
+    def add_work(self, device: int, stream: int) -> None:
+        """Device work on this stream may touch the bytes too."""
+        for mapped in self._mapped:
+            mapped.work.add((device, stream))
+
     def has_views(self) -> bool:
         return not all([mapped.is_gone() for mapped in self._mapped])
+
+    def work(self) -> set[tuple[int, int]]:
+        """(device ordinal, stream) of device work that may still touch the bytes."""
+        return set().union(*[mapped.work for mapped in self._mapped])
 
     def drop_handle(self) -> bool:
         """The handle was released; whether that ended the lease."""
@@ -266,8 +307,16 @@ class Lifeline:
             self.check()
 
     def _end(self) -> None:
-        if self._session.segment.inherited:
+        if self._session.segment.inherited or self._draining:
             return
+        work, device_side = self.work(), self._session.device_side
+        if work and device_side is not None:
+            self._draining = True
+            device_side.drain(work, self._finish)
+        else:
+            self._finish()
+
+    def _finish(self) -> None:
         for mapped in self._mapped:
             mapped.unmap()
         self._session.released(self)

@@ -59,7 +59,8 @@ def _blocked(tables: Tables) -> set[int]:
     """The peers that wait for room which is not there (one whose room was made just needs to wake)."""
     words = tables.words
     return {words[at + Wait.peer] for at in tables.waits.waiting(WaitKind.ROOM)
-            if not tables.has_room(words[at + Wait.wanted_bytes], words[at + Wait.wanted_meta_bytes])}
+            if not tables.has_room(words[at + Wait.wanted_bytes], words[at + Wait.wanted_meta_bytes],
+                                   words[at + Wait.wanted_region])}
 
 
 def _looking_in_vain(tables: Tables) -> set[int]:

@@ -31,15 +31,18 @@ from .entries import DROPPED, FREE, READY, RESERVED, TAKEN, meta_parts
 from .errors import ClosedError, SegmentBroken, ShmkvError, TableFull
 from .journal import EventKind
 from .keys import Key
-from .layout import Counter, Entry, Header, Lease, Peer
+from .layout import Counter, Entry, Header, Ladder, Lease, Peer
 from .leases import Hold, LeaseKind, Outcome
 from .news import News, Ring
 from .peers import CONSUMER, PRODUCER, Attachment
+from .regions import RegionInfo, RegionKind, RegionState
 from .signals import SignalKind
 from .starvation import EARLY
 from .tables import Tables
 
 T = TypeVar("T")
+HOST, N_PATHS = 1, Ladder.host_last
+"""codes of `transport.Path`: the first, and how many there are"""
 _NONSENSE = (IndexError, ValueError, OverflowError)
 """what words of hostile or torn bytes raise where they are used as an index, an offset, a count or an enum"""
 
@@ -55,6 +58,10 @@ class Request(NamedTuple):
     ttl_ns: int
     roi_tokens: int
     meta_bytes: int
+    region: int = 0
+    """in whose arena the run is to lie, as in `Entry.region`"""
+    staged: int = 0
+    """why device tensors are copied into the payload arena, as in `Lease.path`"""
 
 
 class Grant(NamedTuple):
@@ -68,6 +75,7 @@ class Grant(NamedTuple):
     run_at: int
     run_bytes: int
     payload_bytes: int
+    region: int
 
 
 class Store:
@@ -140,13 +148,17 @@ class Store:
             return attempt()
 
     def bury(self, peer: int) -> None:
-        """Settle all that a peer left: released leases first, held ones after; its record is freed last."""
+        """Settle all that a peer left: released leases first, held ones after, then its device memory; its record is
+        freed last.
+        """
         self._mutate()
         leases, words, peers = self._leases, self.words, self.tables.peers
         mine = [index for index in leases.held() if words[leases.at(index) + Lease.peer] == peer]
         for index in sorted(mine, key=leases.is_released, reverse=True):
             released = leases.is_released(index)
             self._settle(index, words[leases.at(index) + Lease.outcome] if released else Outcome.RETURNED)
+        self.end_regions(peer)
+        self.tables.regions.clear_peer(peer)
         self.tables.waits.clear_peer(peer)
         if not words[peers.at(peer) + Peer.closed]:
             self.tables.count(Counter.deaths)
@@ -172,6 +184,7 @@ class Store:
         self._mutate()
         peer, words = self._my_index(), self.words
         words[self.tables.peers.at(peer) + Peer.closed] = 1
+        self.end_regions(peer)
         self.tables.waits.clear_peer(peer)
         self._left = True
         if any(words[self._leases.at(index) + Lease.peer] == peer for index in self._leases.held()):
@@ -192,12 +205,21 @@ class Store:
 
     # ------------------------------------------------------------ producing
 
-    def reserve(self, request: Request, hold: Hold, evict: bool) -> Grant | None:
-        """Give the request a slot and a run and make `hold` its WRITE lease; None if there is no room now."""
-        self._play(PRODUCER)
-        if not self.tables.has_room(request.run_bytes, request.meta_bytes) and not (evict and self._evict_for(request)):
+    def reserve(self, request: Request, hold: Hold, evict: bool, scratch: bool = False) -> Grant | None:
+        """Give the request a slot and a run and make `hold` its WRITE lease; None if there is no room now.
+
+        `scratch`: the entry is for the peer's own use and never sealed; asking for it does not make a producer.
+        """
+        if not scratch:
+            self._play(PRODUCER)
+        if not self.tables.has_room(request.run_bytes, request.meta_bytes, request.region) and not (
+                evict and self._evict_for(request)):
             return None
         self._mutate()
+        if request.staged:
+            ladder = self.tables.layout.ladder.word
+            self.words[ladder + Ladder.staged_inserts] += 1
+            self.words[ladder + Ladder.staged_inserts_last] = request.staged
         slot = self._entries.peek_free()
         at = self._entries.at(slot)
         generation = self.words[at + Entry.generation] + 1
@@ -236,14 +258,14 @@ class Store:
         self.tables.count(Counter.aborted)
         self.news.log(event, grant.slot)
         if done:
-            self._free(grant.slot)
+            self._let_go(grant.slot, self.words[at + Entry.holders] - 1)
             self._end_lease(hold.index)
         else:
             self._entries.move(grant.slot, DROPPED)
 
     def _fill(self, slot: int, at: int, generation: int, request: Request) -> Grant:
         words, tables, key, now = self.words, self.tables, request.key, time.monotonic_ns()
-        run_at = tables.arena.allocate(request.run_bytes) if request.run_bytes else 0
+        run_at = tables.arena_of(request.region).allocate(request.run_bytes) if request.run_bytes else 0
         meta_at = tables.meta.allocate(request.meta_bytes)
         sequence = words[Header.next_sequence]
         words[Header.next_sequence] = sequence + 1
@@ -257,9 +279,10 @@ class Store:
         words[at + Entry.created_ns], words[at + Entry.ready_ns], words[at + Entry.used_ns] = now, 0, now
         words[at + Entry.ttl_ns] = words[at + Entry.ttl_left_ns] = request.ttl_ns
         words[at + Entry.expires_ns], words[at + Entry.holders], words[at + Entry.cancelled] = 0, 1, 0
-        words[at + Entry.fingerprint] = key.fingerprint
+        words[at + Entry.fingerprint], words[at + Entry.region] = key.fingerprint, request.region
         self._write_meta(self._meta_base + meta_at, request)
-        return Grant(slot, generation, sequence, 0, key.n_tokens, run_at, request.run_bytes, request.payload_bytes)
+        return Grant(slot, generation, sequence, 0, key.n_tokens, run_at, request.run_bytes, request.payload_bytes,
+                     request.region)
 
     def _write_meta(self, at: int, request: Request) -> None:
         key, memory = request.key, self._memory
@@ -292,11 +315,13 @@ class Store:
             self._take(slot)
         else:
             self.tables.count(Counter.shares)
+        if not words[at + Entry.region]:
+            words[self._leases.at(hold.index) + Lease.path] = HOST
         self.tables.count(Counter.taken_bytes, words[at + Entry.payload_bytes])
         return Grant(slot, words[at + Entry.generation], words[at + Entry.sequence],
                      (matched_bytes - key.token_start) // 4,
                      (words[at + Entry.key_bytes] - words[at + Entry.token_start]) // 4,
-                     *self._entries.run(slot), words[at + Entry.payload_bytes])
+                     *self._entries.run(slot), words[at + Entry.payload_bytes], words[at + Entry.region])
 
     def missed(self, reason: str) -> str:
         """Count a look-up that found nothing; returns the reason, worded if there is none."""
@@ -349,11 +374,77 @@ class Store:
 
     def _evict_for(self, request: Request) -> bool:
         """Evict least recently used entries that nobody holds until the request fits; False, and none, if it cannot."""
-        victims = eviction.victims(self.tables, request.run_bytes, request.meta_bytes)
+        victims = eviction.victims(self.tables, request.run_bytes, request.meta_bytes, request.region)
         for slot in victims or ():
             self._mutate()
             self._remove_ready(slot, EventKind.EVICTED, Counter.evicted)
         return victims is not None
+
+    # ------------------------------------------------------------ device memory
+
+    def open_region(self, info: RegionInfo) -> RegionInfo:
+        """Make device memory of this peer known to the others."""
+        mine = info._replace(peer=self.me.index, peer_generation=self.me.generation)
+        self._mutate()
+        index = self.tables.regions.claim(mine)
+        if mine.kind == RegionKind.ARENA:
+            self.tables.arena_of(index + 1).rebuild([])
+        return self.tables.regions.info(index)
+
+    def close_region(self, index: int) -> None:
+        """No new entry and no new mapping from now on; for one that no entry names any more."""
+        self._mutate()
+        self.tables.regions.mark_gone(index)
+        self.reap_regions()
+
+    def pin(self, slot: int, generation: int, hold: Hold) -> bool:
+        """Make `hold` a lease on an entry that others write; False if it is gone. Its run is not reused meanwhile."""
+        at = self._entries.at(slot)
+        if (self.words[at], self.words[at + Entry.generation]) != (RESERVED, generation):
+            return False
+        self._leases.check_free()
+        self._mutate()
+        self._hold(hold, LeaseKind.SHARE, slot, generation)
+        self.words[at + Entry.holders] += 1
+        return True
+
+    def reap_regions(self) -> None:
+        """Free the records of regions that are gone, which nobody has mapped and no entry names."""
+        regions, words = self.tables.regions, self.words
+        for index in regions.used(RegionState.GONE):
+            info = regions.info(index)
+            at = self.tables.peers.at(info.peer)
+            unregistered = info.kind == RegionKind.TENSOR and not words[at + Peer.closed] and (
+                words[at + Peer.state], words[at + Peer.generation]) == (1, info.peer_generation)
+            if not regions.mapped_by(index) and (
+                    unregistered or not self._lying_with(info.peer, info.peer_generation)):
+                self._mutate()
+                regions.free(index)
+
+    def end_regions(self, peer: int) -> None:
+        """The device memory of a peer goes: its regions are GONE, and so are the entries that lie there."""
+        words, generation = self.words, self.words[self.tables.peers.at(peer) + Peer.generation]
+        gone = self.tables.regions.owned_by(peer, generation)
+        for index in gone:
+            self.tables.regions.mark_gone(index)
+        for slot in self._lying_with(peer, generation) if gone else ():
+            state = words[self._entries.at(slot)]
+            if state == READY:
+                self._remove_ready(slot, EventKind.LOST, Counter.lost)
+            elif state == TAKEN:
+                self.tables.count(Counter.lost)
+                self._entries.move(slot, DROPPED)
+        self.reap_regions()
+
+    def _lying_with(self, peer: int, generation: int) -> list[int]:
+        """The slots whose tensors lie in this peer's device memory."""
+        words, regions, found = self.words, self._entries.column(Entry.region), []
+        for slot, region in enumerate(regions):
+            at = self._entries.at(slot)
+            if region and words[at] != FREE and (words[at + Entry.peer], words[at + Entry.peer_generation]) == (
+                    peer, generation):
+                found.append(slot)
+        return found
 
     # ------------------------------------------------------------ letting go
 
@@ -367,9 +458,11 @@ class Store:
             return self._leases.free(index)  # the claim was cut short, or the entry was settled before
         state, holders = words[entry], words[entry + Entry.holders] - 1
         words[entry + Entry.holders] = holders
+        self._note_path(words[at + Lease.path])
         if kind == LeaseKind.WRITE and state == RESERVED:
-            self.tables.count(Counter.aborted)
-            self.news.log(EventKind.ABORTED, slot)
+            if words[entry + Entry.n_tensors]:  # a scratch entry was never meant to be sealed
+                self.tables.count(Counter.aborted)
+                self.news.log(EventKind.ABORTED, slot)
             self._let_go(slot, holders)
         elif state == TAKEN and words[entry + Entry.taker] == index + 1:
             self._end_taking(slot, holders, outcome)
@@ -378,6 +471,13 @@ class Store:
         elif state == READY and not holders:
             self._run_ttl(entry, time.monotonic_ns())
         self._leases.free(index)
+
+    def _note_path(self, word: int) -> None:
+        """Count how a look-up was served."""
+        path, ladder = word & 0xFF, self.tables.layout.ladder.word
+        if 0 < path <= N_PATHS:
+            self.words[ladder + path - 1] += 1
+            self.words[ladder + Ladder.host_last + path - 1] = word
 
     def _end_taking(self, slot: int, holders: int, outcome: int) -> None:
         if outcome == Outcome.CONSUMED:
@@ -403,15 +503,17 @@ class Store:
             self._free(slot)
 
     def _free(self, slot: int) -> None:
-        run_at, run_bytes = self._entries.run(slot)
+        (run_at, run_bytes), region = self._entries.run(slot), self._entries.region(slot)
         self.news.tell_producer(slot, SignalKind.RELEASED)
         self._entries.move(slot, FREE)
         self.words[self._entries.at(slot) + Entry.expires_ns] = 0
         if run_bytes:
-            self.tables.arena.free(run_at, run_bytes)
+            self.tables.arena_of(region).free(run_at, run_bytes)
         self.tables.meta.free(*self._entries.meta(slot))
         self._entries.push_free(slot)
         self.news.room()
+        if region:
+            self.reap_regions()
 
     def _hold(self, hold: Hold, kind: LeaseKind, slot: int, entry_generation: int) -> None:
         self._leases.hold(hold, kind, slot, entry_generation, self.me.index, self.me.generation)

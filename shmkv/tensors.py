@@ -1,7 +1,8 @@
 """Tensors as bytes in a run: dtype codes, where each tensor lies, its descriptor, and the copy in and the view out.
 
 Descriptor blob, native 8-byte words: `n_tensors, name_bytes`, then for each tensor `code, region, offset, nbytes,
-n_dims, name_bytes, shape..., strides...`, then all names in UTF-8, zero-padded to words. `decode` trusts none of it.
+n_dims, name_bytes, shape..., strides...`, then all names in UTF-8, zero-padded to words. Region 0 is the entry's run,
+r + 1 is region r, in which the tensor lies with strides of any kind. `decode` trusts none of it.
 """
 
 import operator
@@ -15,7 +16,7 @@ import torch
 from shmkv.errors import FormatMismatch, InvalidTensor, SegmentBroken, TransportUnavailable
 
 ALIGNMENT_BYTES = 256
-HOST_REGION = 0
+IN_RUN = 0
 
 # The format: a number once given is never changed or given again. 0 is no dtype.
 DTYPE_CODES = {
@@ -44,7 +45,7 @@ _LIMIT = 2**63  # torch counts in signed 64 bits
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Shape and dtype of a tensor to come; it will be contiguous, on the host.
+    """Shape and dtype of a tensor to come; it will be contiguous, on the host or on `device` ("cuda:0", a UUID).
 
     Raises InvalidTensor for a negative or non-integer size, more than 64 of them, a dtype that cannot be carried, or
     2**63 bytes and more (a size of 0 counted as 1).
@@ -52,18 +53,22 @@ class Spec:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    device: str | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "shape", _checked_shape(self.shape))
+        named = None if self.device is None or str(self.device) == "cpu" else str(self.device)
+        object.__setattr__(self, "device", named)
         _check_dtype(self.dtype)
         _checked_contiguous(self.shape, self.dtype)
 
 
 class Placed(NamedTuple):
-    """One tensor in an entry's run: always dense, its dimensions in any order.
+    """One tensor of an entry: in its run (`region` 0) dense, its dimensions in any order; in place in region
+    `region - 1` with any strides that are not negative.
 
-    shape and strides count elements; offset and nbytes count bytes, offset from the start of the run (from the start of
-    the region, where that is not 0, the host arena). A tensor of no bytes has offset 0.
+    shape and strides count elements; offset and nbytes count bytes, offset from the start of the run or region. A
+    tensor of no bytes has offset 0.
     """
 
     name: str
@@ -72,7 +77,14 @@ class Placed(NamedTuple):
     strides: tuple[int, ...]
     offset: int
     nbytes: int
-    region: int = HOST_REGION
+    region: int = IN_RUN
+
+    @property
+    def span(self) -> int:
+        """Bytes from its first to its last: more than `nbytes` where the strides leave gaps."""
+        if not self.nbytes:
+            return 0
+        return _span(self.shape, self.strides) * self.dtype.itemsize
 
 
 def place(tensors: Mapping[str, "torch.Tensor | Spec"]) -> tuple[list[Placed], int]:
@@ -80,7 +92,8 @@ def place(tensors: Mapping[str, "torch.Tensor | Spec"]) -> tuple[list[Placed], i
 
     A dense tensor keeps the order of its strides (transposed, channels_last); all others become contiguous.
 
-    Raises InvalidTensor naming the tensor and why it cannot be carried; TransportUnavailable for a device tensor.
+    Raises InvalidTensor naming the tensor and why it cannot be carried; TransportUnavailable for a tensor on a device
+    that is neither the host nor a CUDA device.
     """
     if not isinstance(tensors, Mapping):
         raise InvalidTensor(f"kv is a {type(tensors).__name__}, not a mapping of names to tensors",
@@ -116,7 +129,7 @@ def encode(placed: list[Placed]) -> bytes:
 def decode(data: "bytes | memoryview", run_bytes: int) -> list[Placed]:
     """The tensors of a blob, `data` being just its bytes, all within a run of `run_bytes`.
 
-    Where the region is not 0, the caller compares offset and nbytes with the region's size.
+    Where the region is not 0, the caller compares offset and span with the region's size.
     Raises SegmentBroken for bytes that `encode` cannot have written, FormatMismatch for a dtype that this torch lacks.
     """
     blob = bytes(data)  # a copy of our own: what was checked cannot change under us
@@ -138,8 +151,8 @@ def decode(data: "bytes | memoryview", run_bytes: int) -> list[Placed]:
         if n_dims > _MAX_DIMS or at > names_at or not 1 <= name_bytes <= _MAX_NAME_BYTES:
             raise SegmentBroken(f"a descriptor's tensor with {n_dims} dimensions and a name of {name_bytes} bytes")
         shape, strides = words[shape_at : shape_at + n_dims], words[shape_at + n_dims : at]
-        dtype = _checked_layout(code, shape, strides, nbytes)
-        if region == HOST_REGION and nbytes:
+        dtype = _checked_layout(code, shape, strides, nbytes, region)
+        if region == IN_RUN and nbytes:
             if offset < end or offset % ALIGNMENT_BYTES or offset + nbytes > run_bytes:
                 raise SegmentBroken(f"a tensor at {offset} of {nbytes} bytes, after {end}, in a run of {run_bytes}")
             end = offset + nbytes
@@ -164,7 +177,9 @@ def copy_in(destination: torch.Tensor, placed: list[Placed], tensors: Mapping[st
     Before any copy, raises InvalidTensor when a tensor is no longer what was placed, SegmentBroken when
     the run is too short.
     """
-    sources = [_plain(tensors.get(tensor.name), tensor, destination) for tensor in placed]
+    sources = [plain(tensors.get(tensor.name), tensor) for tensor in placed]
+    for tensor in placed:
+        check_fits(destination.numel(), tensor)
     for tensor, source in zip(placed, sources, strict=True):
         if tensor.nbytes:
             _copy(destination[tensor.offset : tensor.offset + tensor.nbytes], tensor, source)
@@ -177,13 +192,17 @@ def view(run: Any, run_bytes: int, placed: Placed) -> torch.Tensor:
     """
     if not placed.nbytes:
         return torch.empty(placed.shape, dtype=placed.dtype, device="cpu")
-    _check_fits(run_bytes, placed)
+    check_fits(run_bytes, placed)
     flat = torch.frombuffer(run, dtype=placed.dtype, count=placed.nbytes // placed.dtype.itemsize, offset=placed.offset)
     return flat if len(placed.shape) == 1 else flat.as_strided(placed.shape, placed.strides)
 
 
 def bit_clone(source: torch.Tensor) -> torch.Tensor:
-    """A copy of a dense tensor (such as `view` gives) with the same strides, bit for bit, whatever its dtype."""
+    """A copy, bit for bit, whatever its dtype: with the same strides if the tensor is dense, else contiguous."""
+    if not source.is_contiguous() and not _is_dense(tuple(source.shape), tuple(source.stride())):
+        clone = torch.empty(source.shape, dtype=source.dtype, device=source.device)
+        bit_copy(clone, source)
+        return clone
     flat = source.as_strided((source.numel(),), (1,)).view(torch.uint8)
     return flat.clone().view(source.dtype).as_strided(source.shape, source.stride())
 
@@ -197,27 +216,39 @@ def bit_copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.detach().view(integer).copy_(source.view(integer))
 
 
+def plain(source: Any, tensor: Placed) -> torch.Tensor:
+    """The source without autograd and subclass. Raises InvalidTensor unless it still is what was placed."""
+    _check_tensor(tensor.name, source)
+    if source.dtype != tensor.dtype or tuple(source.shape) != tensor.shape:
+        raise InvalidTensor(
+            f"tensor {tensor.name!r} is {source.dtype} {tuple(source.shape)}, placed as {tensor.dtype} {tensor.shape}"
+        )
+    if type(source) is torch.Tensor and not source.requires_grad:
+        return source
+    return source.detach().as_subclass(torch.Tensor)
+
+
+def is_flat(source: torch.Tensor, tensor: Placed) -> bool:
+    """Whether a copy of `tensor.nbytes` from where its data starts is a copy of the tensor as it was placed."""
+    return not (source.is_conj() or source.is_neg()) and _same_layout(tensor, source.stride())
+
+
+def check_fits(run_bytes: int, placed: Placed) -> None:
+    """Raise SegmentBroken unless the tensor ends within a run of `run_bytes`."""
+    # the exporter of the buffer, or its storage, may be longer than the run
+    if placed.offset + placed.nbytes > run_bytes:
+        end = placed.offset + placed.nbytes
+        raise SegmentBroken(f"tensor {placed.name!r} ends at byte {end} of a run of {run_bytes}")
+
+
 def check_target(name: str, target: Any) -> None:
-    """Raise InvalidTensor unless `target` is a host tensor whose elements all lie at places of their own."""
+    """Raise InvalidTensor unless `target` is a tensor whose elements all lie at places of their own."""
     _check_tensor(name, target)
     if any(stride == 0 and size > 1 for size, stride in zip(target.shape, target.stride(), strict=True)):
         raise InvalidTensor(f"target {name!r} is expanded: its elements share their places", hint="clone() it")
 
 
 # ---------------------------------------------------------------- copying
-
-def _plain(source: Any, tensor: Placed, destination: torch.Tensor) -> torch.Tensor:
-    """The source without autograd and subclass, checked to be what was placed."""
-    _check_tensor(tensor.name, source)
-    if source.dtype != tensor.dtype or tuple(source.shape) != tensor.shape:
-        raise InvalidTensor(
-            f"tensor {tensor.name!r} is {source.dtype} {tuple(source.shape)}, placed as {tensor.dtype} {tensor.shape}"
-        )
-    _check_fits(destination.numel(), tensor)
-    if type(source) is torch.Tensor and not source.requires_grad:
-        return source
-    return source.detach().as_subclass(torch.Tensor)
-
 
 def _copy(destination: torch.Tensor, tensor: Placed, source: torch.Tensor) -> None:
     if source.is_conj() or source.is_neg():
@@ -239,13 +270,6 @@ def _widest(source: torch.Tensor, nbytes: int) -> torch.dtype:
 def _same_layout(tensor: Placed, strides: tuple[int, ...]) -> bool:
     """Same order in memory: a size of 1 takes no step, so its stride does not count."""
     return all(ours == theirs or n == 1 for n, ours, theirs in zip(tensor.shape, tensor.strides, strides, strict=True))
-
-
-def _check_fits(run_bytes: int, placed: Placed) -> None:
-    # the exporter of the buffer, or its storage, may be longer than the run
-    if placed.offset + placed.nbytes > run_bytes:
-        end = placed.offset + placed.nbytes
-        raise SegmentBroken(f"tensor {placed.name!r} ends at byte {end} of a run of {run_bytes}")
 
 
 # ---------------------------------------------------------------- what may be carried
@@ -275,8 +299,9 @@ def _check_tensor(name: str, source: Any) -> None:
     reason, hint = _why_not(source)
     if reason:
         raise InvalidTensor(f"tensor {name!r} {reason}", hint=hint)
-    if source.device.type != "cpu":
-        raise TransportUnavailable(f"tensor {name!r} is on {source.device}, not on the host", hint="tensor.cpu()")
+    if source.device.type not in ("cpu", "cuda"):
+        raise TransportUnavailable(f"tensor {name!r} is on {source.device}: only the host's and CUDA devices' can be "
+                                   f"carried", hint="tensor.cpu()")
 
 
 def _why_not(source: torch.Tensor) -> tuple[str, str]:
@@ -367,14 +392,23 @@ def _padded(n_bytes: int) -> int:
     return -(-n_bytes // 8) * 8
 
 
-def _checked_layout(code: int, shape: tuple[int, ...], strides: tuple[int, ...], nbytes: int) -> torch.dtype:
+def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements from the first to the last of a tensor that has any."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def _checked_layout(code: int, shape: tuple[int, ...], strides: tuple[int, ...], nbytes: int,
+                    region: int) -> torch.dtype:
     """The dtype of a decoded tensor whose shape, strides and bytes agree."""
     dtype, itemsize = _DTYPES.get(code) or _lacking(code)
     contiguous, span = _contiguous(shape)
     numel = 0 if 0 in shape else span
     if span * itemsize >= _LIMIT or nbytes != numel * itemsize:
         raise SegmentBroken(f"a tensor of shape {shape} and {itemsize}-byte elements claims {nbytes} bytes")
-    if strides != contiguous and not (numel and max(strides) <= numel and _is_dense(shape, strides)):
+    if region != IN_RUN and numel:
+        if _span(shape, strides) * itemsize >= _LIMIT:
+            raise SegmentBroken(f"a tensor of shape {shape} with strides {strides}, which spans 2**63 bytes or more")
+    elif strides != contiguous and not (numel and max(strides) <= numel and _is_dense(shape, strides)):
         raise SegmentBroken(f"a tensor of shape {shape} with strides {strides}, which is not dense")
     return dtype
 

@@ -19,7 +19,7 @@ STATES = [int(state) for state in EntryState]
 
 def nameless(slots=4, leases=4):
     geometry = Geometry(slots=slots, peers=2, leases=leases, waits=2, ring=2, journal=2, meta_bytes=PAGE_BYTES,
-                        arena_bytes=PAGE_BYTES)
+                        arena_bytes=PAGE_BYTES, device_arenas=0, registrations=0)
     return segment.create(unique_name(), Layout(geometry))
 
 
@@ -35,7 +35,7 @@ def test_the_table_of_moves_is_the_life_of_an_entry():
 
 def test_every_legal_move_works_and_every_other_changes_nothing():
     shared = nameless()
-    entries = Entries(shared)
+    entries = Entries(shared, lambda region: PAGE_BYTES)
     for now in (*STATES, 5, 1 << 63):
         for to in (*STATES, 5):
             shared.words[entries.at(2) + Entry.state] = now
@@ -51,7 +51,7 @@ def test_every_legal_move_works_and_every_other_changes_nothing():
 
 
 def test_slots_out_of_bounds_are_refused():
-    entries = Entries(nameless())
+    entries = Entries(nameless(), lambda region: PAGE_BYTES)
     for slot in (-1, 4, 1 << 40):
         for call in (entries.at, entries.state, entries.run, entries.meta, lambda slot: entries.move(slot, RESERVED)):
             with pytest.raises(shmkv.SegmentBroken, match="slot"):
@@ -61,7 +61,7 @@ def test_slots_out_of_bounds_are_refused():
 @pytest.mark.parametrize("at, nbytes", [("run_at", "run_bytes"), ("meta_at", "meta_bytes"), ("meta_at", "key_bytes")])
 def test_offsets_out_of_bounds_are_refused(at, nbytes):
     shared = nameless()
-    entries = Entries(shared)
+    entries = Entries(shared, lambda region: PAGE_BYTES)
     look = {"run_bytes": entries.run, "meta_bytes": entries.meta, "key_bytes": entries.key_span}[nbytes]
     for start, length in ((0, PAGE_BYTES + 1), (PAGE_BYTES, 1), ((1 << 64) - 1, 2), (2, (1 << 64) - 1)):
         shared.words[entries.at(1) + getattr(Entry, at)] = start
@@ -72,7 +72,7 @@ def test_offsets_out_of_bounds_are_refused(at, nbytes):
 
 def test_the_stack_of_free_slots_is_rebuilt_from_the_states():
     shared = nameless()
-    entries = Entries(shared)
+    entries = Entries(shared, lambda region: PAGE_BYTES)
     for slot, state in enumerate((FREE, READY, FREE, DROPPED)):
         shared.words[entries.at(slot)] = state
     entries.rebuild_free()

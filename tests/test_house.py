@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import shmkv
-from shmkv import entries, journal, layout, leases, peers, segment, signals
+from shmkv import entries, fetch, journal, layout, leases, peers, regions, segment, signals, transport
 from shmkv.testing import unique_name
 from shmkv_tools import checks
 
@@ -99,7 +99,7 @@ def test_an_exception_counts_as_long_as_it_is_used():
                                   "def f():\n    import torch"])
 def test_an_import_of_torch_is_found(text):
     assert len(list(checks.torch_users({"store": text}))) == 1
-    assert list(checks.torch_users({"tensors": text, "transport": text, "transport.host": text})) == []
+    assert list(checks.torch_users({"tensors": text, "devices": text, "transport.host": text})) == []
     assert list(checks.torch_users({"store": f"if TYPE_CHECKING:\n    {text.splitlines()[-1].strip()}"})) == []
     assert list(checks.torch_users({"store": "import torchless\nfrom .torch import x"})) == []
 
@@ -201,20 +201,26 @@ def test_sections_in_another_order_and_unlisted_protocols_are_found():
 
 VERSION_1 = {
     "Header": (40, "magic format file_bytes slots peers leases waits ring journal meta_bytes arena_bytes "
-                   "geometry_check instance owner owner_generation owner_pid born_ns unlinked mutation mutator "
-                   "next_sequence next_expiry_ns ready_count producers_seen waits_high leases_high releases_pending "
-                   "free_slots free_leases ranked journal_next arena_holes arena_free arena_recent meta_holes "
-                   "meta_free meta_recent"),
+                   "device_arenas registrations geometry_check instance owner owner_generation owner_pid born_ns "
+                   "unlinked mutation mutator next_sequence next_expiry_ns ready_count producers_seen waits_high "
+                   "leases_high releases_pending free_slots free_leases ranked journal_next arena_holes arena_free "
+                   "arena_recent meta_holes meta_free meta_recent"),
     "Counter": (24, "inserts takes shares consumed redelivered misses starved orphaned timeouts aborted cancelled "
-                    "evicted expired deaths recoveries signals signals_dropped inserted_bytes taken_bytes"),
+                    "evicted expired lost deaths recoveries signals signals_dropped inserted_bytes taken_bytes"),
+    "Ladder": (16, "host local cuda_ipc cuda_peer staging nccl host_last local_last cuda_ipc_last cuda_peer_last "
+                   "staging_last nccl_last staged_inserts staged_inserts_last"),
     "Peer": (16, "state generation closed roles pid start_ticks pid_namespace attached_ns role_0 role_1 role_2 role_3 "
                  "ring_head ring_tail ring_dropped"),
     "Wait": (24, "state generation peer peer_generation thread kind since_ns deadline_ns posted evaluated family "
-                 "n_tokens tokens_0 tokens_1 tokens_2 tokens_3 wanted_bytes wanted_meta_bytes"),
-    "Lease": (16, "held released outcome kind slot entry_generation peer peer_generation thread since_ns generation"),
+                 "n_tokens tokens_0 tokens_1 tokens_2 tokens_3 wanted_bytes wanted_meta_bytes wanted_region"),
+    "Lease": (16, "held released outcome kind slot entry_generation peer peer_generation thread since_ns generation "
+                  "path request scratch"),
     "Entry": (32, "state generation sequence peer peer_generation meta_at meta_bytes key_bytes token_start roi_tokens "
                   "descriptor_bytes run_at run_bytes payload_bytes n_tensors created_ns ready_ns used_ns ttl_ns "
-                  "ttl_left_ns expires_ns holders taker cancelled fingerprint"),
+                  "ttl_left_ns expires_ns holders taker cancelled fingerprint region"),
+    "Region": (32, "state generation kind peer peer_generation uuid_0 uuid_1 nbytes start exported handle_0 handle_1 "
+                   "handle_2 handle_3 handle_4 handle_5 handle_6 handle_7 published event_0 event_1 event_2 event_3 "
+                   "event_4 event_5 event_6 event_7 holes free recent"),
     "Signal": (8, "kind sequence slot sender value time_ns ticket"),
     "Event": (16, "ticket kind time_ns sequence slot generation peer pid fingerprint n_tokens"),
 }
@@ -223,30 +229,40 @@ NUMBERS_1 = {
     leases.LeaseKind: "WRITE 1 TAKE 2 SHARE 3",
     leases.Outcome: "NONE 0 CONSUMED 1 RETURNED 2",
     peers.WaitState: "FREE 0 IDLE 1 WAITING 2 RETIRED 3",
-    peers.WaitKind: "ENTRY 1 ROOM 2 SIGNAL 3",
+    peers.WaitKind: "ENTRY 1 ROOM 2 SIGNAL 3 REQUEST 4 ANSWER 5",
     signals.SignalKind: "READY 1 ROOM 2 TAKEN 3 RELEASED 4 CANCELLED 5 CLOSED 6",
     journal.EventKind: "READY 1 TAKEN 2 CONSUMED 3 RETURNED 4 EVICTED 5 EXPIRED 6 CANCELLED 7 ABORTED 8 DIED 9 "
-                       "RECOVERED 10",
+                       "RECOVERED 10 LOST 11",
+    regions.RegionState: "FREE 0 OPEN 1 GONE 2",
+    regions.RegionKind: "ARENA 1 TENSOR 2",
+    transport.Path: "HOST 1 LOCAL 2 CUDA_IPC 3 CUDA_PEER 4 STAGING 5 NCCL 6",
+    transport.Reason: "NOT_PREFERRED 1 OTHER_PROCESS 2 NO_REGION 3 NO_DRIVER 4 NO_TORCH_CUDA 5 NOT_VISIBLE 6 "
+                      "OTHER_DEVICE 7 SAME_DEVICE 8 NO_PEER_ACCESS 9 PID_NAMESPACE 10 NOT_EXPORTED 11 OPEN_FAILED 12 "
+                      "NO_ROOM 13 NO_NCCL 14 NOT_REQUIRED 15",
+    fetch.Ask: "NONE 0 ASKED 1 SERVING 2 SERVED 3 REFUSED 4",
 }
 GEOMETRY_1 = {"slots": 700, "peers": 40, "leases": 70, "waits": 50, "ring": 4, "journal": 60, "meta_bytes": 8192,
-              "arena_bytes": 12288}
+              "arena_bytes": 12288, "device_arenas": 3, "registrations": 5}
 AREAS_1 = {
-    "header": (0, 4096, 1, 40), "counter": (4096, 4096, 1, 24), "peer": (8192, 8192, 40, 16), "wait": (16384,
-    12288, 50, 24), "lease": (28672, 12288, 70, 16), "entry": (40960, 180224, 700, 32), "signal": (221184, 12288,
-    160, 8), "event": (233472, 8192, 60, 16), "free slots": (241664, 4096, 700, 0), "free leases": (245760, 4096,
-    70, 0), "prefix order": (249856, 4096, 700, 0), "prefix parents": (253952, 4096, 700, 0), "arena hole starts":
-    (258048, 8192, 701, 0), "arena hole lengths": (266240, 8192, 701, 0), "meta hole starts": (274432, 8192, 701,
-    0), "meta hole lengths": (282624, 8192, 701, 0), "meta arena": (290816, 8192, 0, 0), "payload arena": (299008,
-    12288, 0, 0),
+    "header": (0, 4096, 1, 40), "counter": (4096, 4096, 1, 24), "ladder": (8192, 4096, 1, 16), "peer": (12288,
+    8192, 40, 16), "wait": (20480, 12288, 50, 24), "lease": (32768, 12288, 70, 16), "entry": (45056, 180224,
+    700, 32), "region": (225280, 4096, 8, 32), "signal": (229376, 12288, 160, 8), "event": (241664, 8192, 60,
+    16), "free slots": (249856, 4096, 700, 0), "free leases": (253952, 4096, 70, 0), "prefix order": (258048,
+    4096, 700, 0), "prefix parents": (262144, 4096, 700, 0), "arena hole starts": (266240, 8192, 701, 0),
+    "arena hole lengths": (274432, 8192, 701, 0), "meta hole starts": (282624, 8192, 701, 0),
+    "meta hole lengths": (290816, 8192, 701, 0), "device hole starts": (299008, 20480, 2103, 0),
+    "device hole lengths": (319488, 20480, 2103, 0), "region mappings": (339968, 4096, 320, 0), "meta arena":
+    (344064, 8192, 0, 0), "payload arena": (352256, 12288, 0, 0),
 }
-FILE_BYTES_1 = 311296
-FORMAT_1 = 0x1_E267_2887
+FILE_BYTES_1 = 364544
+FORMAT_1 = 0x1_9D4B_8CBA
 IMAGE_1 = """
-73686d6b76006b76 872867e201000000 00c0040000000000 bc02000000000000
+73686d6b76006b76 ba8c4b9d01000000 0090050000000000 bc02000000000000
 2800000000000000 4600000000000000 3200000000000000 0400000000000000
-3c00000000000000 0020000000000000 0030000000000000 2f6d26c200000000
+3c00000000000000 0020000000000000 0030000000000000 0300000000000000
+0500000000000000 c9ac067600000000
 """
-"""the first twelve words of a segment of that geometry, as they lie in the file on a little-endian machine"""
+"""the first words of a segment, to the checksum, of that geometry, as they lie in the file on a little-endian machine"""
 
 
 def test_the_records_of_version_1_are_what_they_were():
@@ -281,7 +297,7 @@ def test_the_bytes_of_version_1_are_what_they_were():
     made = segment.create(unique_name(), layout.Layout(layout.Geometry(**GEOMETRY_1)))
     segment.publish(made)
     with open(made.path, "rb") as file:
-        image = file.read(8 * 12)
+        image = file.read(len(bytes.fromhex(IMAGE_1)))
     made.unlink()
     made.detach()
     assert image == bytes.fromhex(IMAGE_1)

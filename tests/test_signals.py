@@ -23,7 +23,7 @@ class Ring:
 
     def __init__(self, size, start=0, peers=2):
         geometry = Geometry(slots=1, peers=peers, leases=1, waits=1, ring=size, journal=1, meta_bytes=PAGE_BYTES,
-                            arena_bytes=PAGE_BYTES)
+                            arena_bytes=PAGE_BYTES, device_arenas=0, registrations=0)
         self.segment = segment.create(unique_name(), Layout(geometry))
         self.signals, self.words = Signals(self.segment), self.segment.words
         area = self.segment.layout.peers

@@ -276,9 +276,9 @@ def test_what_cannot_be_carried_is_refused_by_name_and_reason(reason):
 
 def test_a_device_tensor_is_refused_as_a_matter_of_transport():
     class Elsewhere(Thin):
-        device = torch.device("cuda", 1)
+        device = torch.device("xpu", 1)
 
-    with pytest.raises(TransportUnavailable, match="'bad'.*cuda:1"):
+    with pytest.raises(TransportUnavailable, match="'bad'.*xpu:1"):
         place({"bad": torch.ones(2).as_subclass(Elsewhere)})
     assert place({"fine": torch.ones(2).as_subclass(Thin)})[1] == 8  # control: the subclass is not what is refused
 

@@ -17,20 +17,22 @@ FACE = "__init__"
 FLOORS = {
     "errors": 0,
     "layout": 1,
-    "segment": 2,
+    "segment": 2, "driver": 2,
     "sync": 3,
     "peers": 4, "namespace": 4,
     "signals": 5, "journal": 5, "entries": 5, "leases": 5, "arena": 5, "prefix": 5, "keys": 5, "tensors": 5,
-    "residue": 5,
+    "residue": 5, "regions": 5, "transport.dlpack": 5,
     "tables": 6, "transport": 6,
     "eviction": 7, "recovery": 7, "news": 7, "starvation": 7, "transport.host": 7,
+    "transport.cuda_ipc": 7, "transport.nccl": 7,
     "store": 8,
     "session": 9,
-    "handles": 10,
-    "buffer": 11,
-    "opening": 12,
-    FACE: 13,
-    "testing": 14,
+    "handles": 10, "keeper": 10, "fetch": 10,
+    "devices": 11,
+    "buffer": 12,
+    "opening": 13,
+    FACE: 14,
+    "testing": 15,
 }
 """A module imports only from floors below its own; adapters and kits live above the face."""
 
@@ -38,14 +40,15 @@ SIBLINGS: dict[tuple[str, str], str] = {}
 """(importer, imported): why this import may break the rule of the floors"""
 
 PROTOCOLS = ("segment", "sync", "peers", "signals", "entries", "leases", "store", "recovery", "starvation", "residue",
-             "transport.host")
+             "regions", "transport.host", "transport.cuda_ipc", "transport.nccl", "fetch")
 SECTIONS = ("What", "States", "Guarantees", "Not guaranteed", "If a party dies here", "Sync points", "Why not")
 
-TORCH_USERS = ("tensors", "transport", "transport.*", "vllm", "hf", "simple_buffer")
+TORCH_USERS = ("tensors", "transport.*", "fetch", "devices", "vllm", "hf", "simple_buffer")
 SYSTEM = {"os", "fcntl", "ctypes", "mmap", "posix_ipc", "signal", "socket", "select", "resource"}
-SYSTEM_USERS = ("segment", "sync", "peers", "testing")
+SYSTEM_USERS = ("segment", "sync", "peers", "testing", "driver", "transport.dlpack")
 SYSTEM_EXCEPTIONS = {
     ("journal", "os.getpid"): "an event names its actor",
+    ("transport.nccl", "os.environ"): "process groups read their options there",
     ("session", "os.getpid"): "a process registers its end once",
     ("residue", "os"): "works on files without attaching to them",
     ("residue", "fcntl"): "takes the lock of a file without attaching to it",
