@@ -503,6 +503,8 @@ class Devices:
     def leave(self) -> None:
         """Take our regions out of use and wait a while for those who have them mapped."""
         session = self._session
+        if self._service is not None:
+            self._service.end()
         mine = [key for key in _local if key[0] == session.segment.instance and self._is_mine(key)]
         self._openings.clear()
         if not mine:
@@ -530,8 +532,6 @@ class Devices:
     def end(self) -> None:
         self._openings.clear()
         self._fetcher.close()
-        if self._service is not None:
-            self._service.end()
         if self._keeper is not None:
             self._keeper.stop()
         driver = drivers.loaded()

@@ -2,7 +2,7 @@
 
 Map: the request stands in the consumer's own lease: `path` says how, `request` how far it is, `scratch` names an entry
 of the consumer's own (RESERVED, never sealed) in the payload arena: for staging the owner copies into its run, for NCCL
-the two meet there (`nccl.Mailbox`).
+the two meet there (`mailbox`).
 
 States: `Lease.request` is NONE -> ASKED (the consumer) -> SERVING (the owner, under the lock, with a lease of its own
 on the scratch entry) -> SERVED or REFUSED (the owner, under the lock).
@@ -45,7 +45,8 @@ from .store import Grant, Request
 from .tensors import Placed, decode, view
 from .transport import Mapped, Path
 from .transport.cuda_ipc import Memory, copy_pieces, device_buffer, packed
-from .transport.nccl import MAILBOX_BYTES, Link, Mailbox
+from .transport.mailbox import MAILBOX_BYTES, Mailbox
+from .transport.nccl import Link
 
 FETCH_TIMEOUT_S = 10.0
 """how long the owner may take, also where the look-up itself was not to wait"""
@@ -227,7 +228,7 @@ class Service:
         forever = sync.deadline(None)
         try:
             while True:
-                jobs = self._session.wait(lambda place: self._requests() or None, forever,
+                jobs = self._session.wait(self._requests, forever,
                                           lambda place: place.announce(WaitKind.REQUEST, forever))
                 for job in jobs or ():
                     if job.path == Path.NCCL:
@@ -241,11 +242,15 @@ class Service:
             if not self._session.closed:
                 log.warning("no longer bringing device memory to those who cannot see it: %s", error)
         finally:
-            for _, _, link, _ in self._links.values():
+            links, self._links = self._links, {}
+            for _, _, link, job in links.values():
                 link.close()
+                job.lifeline.drop_handle()
 
-    def _requests(self) -> list[Job]:
-        """Under the lock: those who ask for an entry of ours, marked SERVING."""
+    def _requests(self, place: Place | None) -> list[Job] | None:
+        """Under the lock: those who ask for an entry of ours, marked SERVING; None if there is none."""
+        if place is not None:
+            self._session.store.bury_dead()
         session, words, jobs = self._session, self._session.tables.words, []
         leases, entries, me = session.tables.leases, session.tables.entries, session.store.me
         for index in leases.held():
@@ -266,7 +271,7 @@ class Service:
             else:
                 words[at + Lease.request] = Ask.REFUSED
                 session.store.news.ring(WaitKind.ANSWER, job.peer[0])
-        return jobs
+        return jobs or None
 
     def _take_scratch(self, job: Job, scratch: int) -> bool:
         """Pin the consumer's scratch entry, and learn what is asked for."""
@@ -354,8 +359,10 @@ class Service:
                 link.connect(until)
             link.send(job.index << 32 | job.generation & 0xFFFF_FFFF, [payload] if nbytes else [], until)
         except BaseException:
-            self._links.pop(job.peer, None)
+            known = self._links.pop(job.peer, None)
             link.close()
+            if known is not None:
+                known[3].lifeline.drop_handle()
             raise
         return is_new
 

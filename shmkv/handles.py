@@ -194,16 +194,16 @@ class Hit(Single, Mapping[str, "torch.Tensor"]):
 
     def _views(self) -> dict[str, torch.Tensor]:
         transport = self._transport
-        if self._released or transport is None:
+        if self._released:
             raise ClosedError("this hit was released", hint="use it inside the with block, or keep its tensors")
-        if self._tensors is None:
+        if self._tensors is None and transport is not None:
             placed = self._placed or self.described()
             lifeline, opening = self._lifeline, Opening()
             views = transport.views(self._run, placed, self._how, lifeline.mapped(opening), lifeline.asked)
             if self._released:
                 raise ClosedError("this hit was released by another thread meanwhile")
             self._tensors = views
-        return self._tensors
+        return self._tensors or {}
 
     def described(self) -> list[Placed]:
         """The entry's tensors as its producer placed them."""
@@ -213,6 +213,7 @@ class Hit(Single, Mapping[str, "torch.Tensor"]):
     def copy_out(self) -> None:
         """Replace the views by private copies (`copy=True`)."""
         self._tensors = self.copy()
+        self._transport = None  # it may keep memory
 
     def detach(self) -> None:
         """End the lease; only copies are left to look at."""

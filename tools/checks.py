@@ -21,7 +21,7 @@ FLOORS = {
     "sync": 3,
     "peers": 4, "namespace": 4,
     "signals": 5, "journal": 5, "entries": 5, "leases": 5, "arena": 5, "prefix": 5, "keys": 5, "tensors": 5,
-    "residue": 5, "regions": 5, "transport.dlpack": 5,
+    "residue": 5, "regions": 5, "transport.dlpack": 5, "transport.mailbox": 5,
     "tables": 6, "transport": 6,
     "eviction": 7, "recovery": 7, "news": 7, "starvation": 7, "transport.host": 7,
     "transport.cuda_ipc": 7, "transport.nccl": 7,
@@ -40,7 +40,8 @@ SIBLINGS: dict[tuple[str, str], str] = {}
 """(importer, imported): why this import may break the rule of the floors"""
 
 PROTOCOLS = ("segment", "sync", "peers", "signals", "entries", "leases", "store", "recovery", "starvation", "residue",
-             "regions", "transport.host", "transport.cuda_ipc", "transport.nccl", "fetch")
+             "regions", "transport.host", "transport.cuda_ipc", "transport.nccl", "transport.mailbox",
+             "fetch")
 SECTIONS = ("What", "States", "Guarantees", "Not guaranteed", "If a party dies here", "Sync points", "Why not")
 
 TORCH_USERS = ("tensors", "transport.*", "fetch", "devices", "vllm", "hf", "simple_buffer")

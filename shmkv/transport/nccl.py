@@ -1,11 +1,7 @@
 """What: device bytes for a consumer that cannot see the owner's GPU memory, sent over a process group of two ranks.
 
-Map: a mailbox, through which the two find each other, has one half for each rank:
-
-      0  used    bytes of the records that follow
-      8  record  four words: kind, stamp, key bytes, value bytes; then key and value, padded to whole words
-
-A message is eight words: magic, kind, exchange, ticket, tensors, bytes, digest of the sizes, 0.
+Map: the two find each other through a `mailbox`. A message is eight words: magic, kind, exchange, ticket, tensors,
+bytes, digest of the sizes, 0.
 
 States: unconnected -> connected -> closed, or broken for good by the first failure. One exchange:
 
@@ -17,23 +13,19 @@ Guarantees: no payload moves before both sides know that tickets and sizes agree
 any other failure it is broken and its connection with it, so that nothing late is taken for an answer to a later
 exchange. `send` returns when the peer has every byte. A call ends at most about a second after its deadline, whatever
 the peer does, and raises only this package's errors. The default group is untouched; two ranks on one GPU are refused
-before NCCL is called. A group for NCCL has no watchdog that could end the engine's process. What a mailbox shows is
-the same for both ranks once both have read the same records: they are ordered by (stamp, rank), a stamp is above every
-stamp its writer had seen.
+before NCCL is called. A group for NCCL has no watchdog that could end the engine's process.
 
 Not guaranteed: that a failed send was not received in full. That NCCL notices a dead peer before the deadline (`close`
 from another thread ends the wait). Groups that other threads create in the very moment a link creates its own read the
-same environment. `add` returns the sum of both ranks' contributions it sees: two at once can get equal answers;
-`compare_set` is not atomic between ranks. A call of the library that ignores its abort stays behind in a thread, with
-its tensors. gloo's port on loopback is open to other users of this host.
+same environment. A call of the library that ignores its abort stays behind in a thread, with its tensors. gloo's port
+on loopback is open to other users of this host.
 
 If a party dies here: its connection closes and the other side's exchange fails (gloo), or its deadline ends it (NCCL).
-A record in the making is not seen.
 
-Sync points: mailbox-posted.
+Sync points: none.
 
 Why not torch.distributed.init_process_group: the default group is the engine's, needs a common start of all ranks, and
-its watchdog takes the process down. Why not a lock in the mailbox: who dies inside would hold it.
+its watchdog takes the process down.
 """
 
 from __future__ import annotations
@@ -58,20 +50,15 @@ from ..errors import (
     InvalidTensor,
     SegmentBroken,
     ShmkvError,
-    TableFull,
     TimedOut,
     TransportUnavailable,
 )
-from ..sync import deadline, passed
+from ..sync import passed
+from .mailbox import CONSUMER, OWNER
 
-OWNER, CONSUMER = 0, 1
 CHUNK_BYTES = 64 << 20
 """counts of NCCL and sizes of gloo overflow with whole entries"""
-MAILBOX_BYTES = 64 << 10
 
-_Store: Any = distributed.Store if distributed.is_available() else object
-_RECORD_BYTES, _STAMP_MOST, _NUMBER_MOST = 32, 1 << 62, 1 << 63
-_PAUSE_S, _PAUSE_MOST_S = 50e-6, 2e-3
 _LONGEST_S = 30 * 86400.0   # C++ adds a timeout to its clock: for ever would overflow
 _GRACE_S, _ABORT_S, _SLICE_S = 0.3, 0.5, 0.1
 _MESSAGE, _MAGIC = struct.Struct("=8Q"), int.from_bytes(b"shmkvlnk", "little")
@@ -225,6 +212,8 @@ class Link:
         self._compare(mine, self._swapped(mine, until_ns))
         self._doing = "connect"
         wire = self._wire = _Wire(self._store, self._rank, self._backend, self._device, until_ns)
+        if self._broken:   # while the group was made
+            return self._break(self._broken)
         hello = Message(Kind.HELLO, 0, 0, 0, 0, 0)
         wire.ordered(None, lambda: self._greet(wire, hello, until_ns))
 
@@ -505,206 +494,3 @@ def _uuid(device: torch.device) -> str:
         raise TransportUnavailable(f"torch {torch.__version__} does not tell a GPU's UUID, and two ranks on one GPU "
                                    "would not be noticed", hint="torch 2.5 and newer do")
     return str(uuid)
-
-
-# ---------------------------------------------------------------- where the two meet
-
-class _RecordKind(IntEnum):
-    SET = 1
-    ADD = 2
-    DELETE = 3
-
-
-class _Record(NamedTuple):
-    stamp: int
-    rank: int
-    kind: int
-    key: bytes
-    value: bytes
-
-
-class _Seen(NamedTuple):
-    """What was read so far, replaced as a whole."""
-
-    used: tuple[int, int]
-    stamps: tuple[int, int]
-    records: tuple[_Record, ...]
-    values: dict[bytes, bytes]
-
-
-class Mailbox(_Store):
-    """A store of torch.distributed in zeroed memory that two processes map: each writes its half and reads both.
-
-    `memory` is writable and starts at a whole word; MAILBOX_BYTES are plenty for one link. Any thread may call.
-    """
-
-    def __init__(self, memory: memoryview, rank: int):
-        super().__init__()
-        if rank not in (OWNER, CONSUMER):
-            raise InvalidArgument(f"rank={rank!r}: a mailbox has the ranks 0 and 1")
-        if memory.readonly or memory.nbytes < 256 or not memory.c_contiguous or \
-                torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % 8:
-            raise InvalidArgument("a mailbox takes writable contiguous memory of at least 256 B, at a whole word")
-        self._rank, self._half = rank, memory.nbytes // 16 * 8
-        self._room = self._half - 8
-        self._bytes = memory.cast("B")[:2 * self._half]
-        self._words = self._bytes.cast("Q")
-        self._lock, self._closed = threading.Lock(), False
-        self._seen = _Seen((0, 0), (0, 0), (), {})
-
-    def close(self) -> None:
-        """Let go of the memory; waits in other threads end."""
-        with self._lock:
-            self._closed = True
-            self._words.release()
-            self._bytes.release()
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self._post(_RecordKind.SET, key, _encoded(value))
-
-    def get(self, key: str) -> bytes:
-        return self._waited([key], self.timeout)[0]
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._waited(keys, self.timeout if timeout is None else timeout)
-
-    def check(self, keys: list[str]) -> bool:
-        values = self._read()
-        return all(key.encode() in values for key in keys)
-
-    def add(self, key: str, value: int) -> int:
-        """The sum of what both ranks added, as far as seen: for counting up to a number, not for numbering."""
-        before = _number(self._read().get(key.encode(), b"0"))
-        if before is None or not -_NUMBER_MOST <= before + value < _NUMBER_MOST:
-            raise InvalidArgument(f"{key!r} is no number of 64 bits, or would be none with {value!r}")
-        return _number(self._post(_RecordKind.ADD, key, str(value).encode()).get(key.encode(), b"0")) or 0
-
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Not atomic between ranks."""
-        found = self._read().get(key.encode())
-        if (found or b"") != _encoded(expected):
-            return _encoded(expected) if found is None else found
-        self.set(key, desired)
-        return _encoded(desired)
-
-    def delete_key(self, key: str) -> bool:
-        there = self.check([key])
-        if there:
-            self._post(_RecordKind.DELETE, key, b"")
-        return there
-
-    def num_keys(self) -> int:
-        return len(self._read())
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._waited(keys, self.timeout)
-
-    def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
-    def has_extended_api(self) -> bool:
-        return False
-
-    deleteKey, getNumKeys = delete_key, num_keys   # the names by which C++ calls them
-
-    def _waited(self, keys: list[str], timeout: timedelta) -> list[bytes]:
-        """Their values once all are there; a timeout of zero or less looks once."""
-        until, pause = deadline(max(0.0, timeout.total_seconds())), _PAUSE_S
-        while True:
-            values = self._read()
-            missing = [key for key in keys if key.encode() not in values]
-            if not missing:
-                return [values[key.encode()] for key in keys]
-            if passed(until):
-                raise TimedOut(f"waited {timeout.total_seconds():.1f} s for the peer to set {', '.join(missing)}")
-            time.sleep(min(pause, max(0.0, (until - time.monotonic_ns()) / 1e9)))
-            pause = min(2 * pause, _PAUSE_MOST_S)
-
-    # -------------------------------- the records
-
-    def _read(self) -> dict[bytes, bytes]:
-        with self._lock:
-            return self._refreshed().values
-
-    def _post(self, kind: _RecordKind, key: str, value: bytes) -> dict[bytes, bytes]:
-        name = key.encode()
-        size = _RECORD_BYTES + _padded(len(name) + len(value))
-        with self._lock:
-            seen, start = self._refreshed(), self._rank * self._half
-            used = seen.used[self._rank]
-            if used + size > self._room:
-                raise TableFull(f"a mailbox has {self._room - used} B left for rank {self._rank}, and {key!r} needs "
-                                f"{size} B", hint="make a new mailbox for each link")
-            self._write(start + 8 + used, (kind, 1 + max(seen.stamps), len(name), len(value)), name + value)
-            self._words[start // 8] = used + size  # SYNC POINT mailbox-posted (store)
-            return self._refreshed().values
-
-    def _write(self, at: int, words: tuple[int, ...], content: bytes) -> None:
-        for number, word in enumerate(words, at // 8):
-            self._words[number] = word
-        self._bytes[at + _RECORD_BYTES:at + _RECORD_BYTES + len(content)] = content
-
-    def _refreshed(self) -> _Seen:
-        if self._closed:
-            raise ClosedError("this mailbox was closed")
-        seen = self._seen
-        fresh = [self._fresh(rank, seen.used[rank], seen.stamps[rank]) for rank in (OWNER, CONSUMER)]
-        if any(records for _, records in fresh):
-            records = sorted([*seen.records, *fresh[0][1], *fresh[1][1]], key=lambda record: record[:2])
-            stamps = [records_[-1].stamp if records_ else seen.stamps[rank]
-                      for rank, (_, records_) in enumerate(fresh)]
-            self._seen = _Seen((fresh[0][0], fresh[1][0]), (stamps[0], stamps[1]), tuple(records), _replayed(records))
-        return self._seen
-
-    def _fresh(self, rank: int, seen: int, stamp: int) -> tuple[int, list[_Record]]:
-        """How much of a half is used, and the records beyond what was seen."""
-        start, records = rank * self._half, []
-        used = self._words[start // 8]  # SYNC POINT mailbox-posted (load)
-        if used % 8 or not seen <= used <= self._room:
-            raise SegmentBroken(f"a mailbox says that {used} B of {self._room} are used, after {seen}")
-        while seen < used:
-            record, size = self._parsed(rank, start + 8 + seen, used - seen, stamp)
-            records.append(record)
-            stamp, seen = record.stamp, seen + size
-        return used, records
-
-    def _parsed(self, rank: int, at: int, left: int, after: int) -> tuple[_Record, int]:
-        kind, stamp, n_key, n_value = self._words[at // 8:at // 8 + 4].tolist() if left >= _RECORD_BYTES else [0] * 4
-        size = _RECORD_BYTES + _padded(n_key + n_value)
-        if kind not in _KINDS or not after < stamp < _STAMP_MOST or size > left:
-            raise SegmentBroken(f"a mailbox record of kind {kind}, stamp {stamp}, {n_key} + {n_value} B in {left} B")
-        at += _RECORD_BYTES
-        key, value = bytes(self._bytes[at:at + n_key]), bytes(self._bytes[at + n_key:at + n_key + n_value])
-        return _Record(stamp, rank, kind, key, value), size
-
-
-def _replayed(records: Iterable[_Record]) -> dict[bytes, bytes]:
-    values: dict[bytes, bytes] = {}
-    for record in records:
-        if record.kind == _RecordKind.SET:
-            values[record.key] = record.value
-        elif record.kind == _RecordKind.DELETE:
-            values.pop(record.key, None)
-        else:
-            numbers = _number(values.get(record.key, b"0")), _number(record.value)
-            if None in numbers or not -_NUMBER_MOST <= sum(numbers) < _NUMBER_MOST:
-                raise SegmentBroken(f"a mailbox adds {record.value[:40]!r} to what is no number of 64 bits with it")
-            values[record.key] = str(sum(numbers)).encode()
-    return values
-
-
-def _number(text: bytes) -> int | None:
-    digits = text.removeprefix(b"-")
-    return int(text) if digits.isdigit() and len(digits) <= 19 else None
-
-
-_KINDS = frozenset(_RecordKind)
-
-
-def _encoded(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
-
-
-def _padded(nbytes: int) -> int:
-    return (nbytes + 7) // 8 * 8
