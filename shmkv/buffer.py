@@ -301,7 +301,8 @@ class KVBuffer(Single):
                 hit.release(returned=True)
                 raise
         if copy:
-            hit.copy_out()
+            with self._devices.on_stream(hit, stream):
+                hit.copy_out()
         hit.hold.outcome = Outcome.CONSUMED  # handed over: until here an interrupt gives the entry back
         if copy:
             hit.detach()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -33,12 +34,14 @@ from .transport.cuda_ipc import (
     CudaTransport,
     Memory,
     Opened,
+    SharedEvent,
     copy_pieces,
     device_buffer,
     open_once,
     packed,
     stream_of,
     torch_sees,
+    torch_stream,
 )
 from .transport.host import HostTransport
 
@@ -88,7 +91,7 @@ class Own(NamedTuple):
 
     info: RegionInfo
     memory: Memory
-    event: Any
+    event: SharedEvent | None
 
 
 _local: dict[tuple[int, int, int], Own] = {}
@@ -103,7 +106,8 @@ class Devices:
         self._arena: Own | None = None
         self._registered: dict[int, Registered] = {}
         self._openings: dict[tuple[int, int, int], Opened] = {}  # ordinal, region, generation
-        self._events: dict[bytes, Any] = {}  # others', opened, by handle
+        self._events: dict[tuple[int, int, int], Any] = {}  # others', opened, by the same
+        self._mapped: dict[tuple[int, int], list[weakref.ref[Opened]]] = {}  # region, generation: what is open of it
         self._refused: set[tuple[int, int, int]] = set()
         self._in_place: dict[int, tuple[int, list[torch.Tensor]]] = {}  # sequence: its slot, tensors kept for it
         self._told: set[str] = set()
@@ -121,9 +125,8 @@ class Devices:
         driver = drivers.find()
         device = self._wanted or driver.device("cuda")
         allocation = Allocation(driver, device.ordinal, capacity)
-        event, event_handle = driver.shared_event(device.ordinal) if publish == "event" else (None, b"")
-        self._arena = self._open_region(RegionKind.ARENA, device, allocation.memory(), allocation.address,
-                                        (event, event_handle))
+        event = SharedEvent(driver, device.ordinal) if publish == "event" else None
+        self._arena = self._open_region(RegionKind.ARENA, device, allocation.memory(), allocation.address, event)
 
     def register(self, tensor: torch.Tensor) -> Registered:
         """See `KVBuffer.register`."""
@@ -136,7 +139,7 @@ class Devices:
             return registered
         base, _ = driver.allocation(ordinal, address)
         memory = Memory(ordinal, address, registered.nbytes, tensor)
-        own = self._open_region(RegionKind.TENSOR, driver.devices[ordinal], memory, base, (None, b""))
+        own = self._open_region(RegionKind.TENSOR, driver.devices[ordinal], memory, base, None)
         registered.region = own.info.index
         self._registered[own.info.index] = registered
         return registered
@@ -168,6 +171,14 @@ class Devices:
         registered = self._registered.get(region)
         return [sequence for sequence, (_, kept) in self._in_place.items()
                 if registered is not None and any(registered.holds(self._address(tensor)) for tensor in kept)]
+
+    def on_stream(self, hit: Hit, stream: Any) -> Any:
+        """A context in which torch reads a hit's views behind what makes them and before they are let go of."""
+        ordinal = hit.ordinal
+        driver = drivers.loaded()
+        if ordinal is None or driver is None:
+            return nullcontext()
+        return torch_stream(driver, ordinal, stream_of(driver, ordinal, stream))
 
     # ------------------------------------------------------------ producing
 
@@ -320,30 +331,44 @@ class Devices:
         return Memory(ordinal, opened.address + info.start, info.nbytes, opened)
 
     def _open(self, driver: Driver, info: RegionInfo, ordinal: int) -> Opened:
-        regions, me = self._session.tables.regions, self._session.index
-        regions.set_mapped(info.index, me, info.generation)
+        regions, peer = self._session.tables.regions, self._session.index
+        regions.set_mapped(info.index, peer, info.generation)
         try:
-            opened = open_once(driver, ordinal, info.handle)
+            opened = open_once(driver, ordinal, info.allocation, info.handle)
         except BaseException:
-            regions.set_mapped(info.index, me, 0)
+            self._note_unmapped(info.index, info.generation)
             raise
-        session = weakref.ref(self._session)
-        opened.when_closed.append(lambda: _unmapped(session, info.index, info.generation))
+        self._mapped.setdefault((info.index, info.generation), []).append(weakref.ref(opened))
+        me = weakref.ref(self)
+        opened.when_closed.append(lambda: _unmapped(me, driver, (ordinal, info.index, info.generation)))
         return opened
+
+    def _note_unmapped(self, index: int, generation: int) -> None:
+        """Say so in the segment, if nothing is open of that region any more."""
+        session = self._session
+        if session.segment.inherited or not session.segment.words:
+            return
+        known = [opened() for opened in self._mapped.get((index, generation), ())]
+        if not any(opened is not None and opened.address for opened in known):
+            self._mapped.pop((index, generation), None)
+            if session.tables.regions.info(index).generation == generation:
+                session.tables.regions.set_mapped(index, session.index, 0)
 
     # ------------------------------------------------------------ how
 
     def _open_region(self, kind: RegionKind, device: Device, memory: Memory, base: int,
-                     event: tuple[Any, bytes]) -> Own:
+                     event: SharedEvent | None) -> Own:
         driver, session = drivers.find(), self._session
         try:
             handle = driver.export(memory.ordinal, base)
         except CudaError as error:
             handle = b""
             self._say_once(f"device memory cannot be shared by CUDA IPC ({error}): others get copies of it")
-        info = RegionInfo(0, 0, kind, 0, 0, device.uuid, memory.nbytes, memory.address - base, handle, event[1])
+        allocation, event_handle = driver.allocation_id(memory.ordinal, base), event.handle if event else b""
+        info = RegionInfo(0, 0, kind, 0, 0, device.uuid, memory.nbytes, memory.address - base, allocation, handle,
+                          event_handle)
         info = session.run(lambda: session.store.or_bury(lambda: session.store.open_region(info)), sync.deadline(10))
-        own = _local[self._key(info.index, info.generation)] = Own(info, memory, event[0])
+        own = _local[self._key(info.index, info.generation)] = Own(info, memory, event)
         self._keep()
         if self._service is None:
             self._service = Service(session, self._source)
@@ -359,16 +384,17 @@ class Devices:
         regions = {0: region - 1} if region != IN_PLACE else {
             tensor.region: tensor.region - 1 for tensor in placed if tensor.nbytes}
         owns = {number: self._own(index) for number, index in regions.items()}
-        event = next((own.event for own in owns.values() if own.event is not None), None)
+        event = next((own.event.event for own in owns.values() if own.event is not None), None)
         return drivers.find(), {number: own.memory for number, own in owns.items()}, tables.entries.run(slot), event
 
     def _event(self, driver: Driver, ordinal: int, info: RegionInfo) -> Any:
         own = _local.get(self._key(info.index, info.generation))
-        if own is not None:
-            return own.event
-        if info.event not in self._events:
-            self._events[info.event] = driver.open_event(ordinal, info.event)
-        return self._events[info.event]
+        if own is not None and own.event is not None:
+            return own.event.event
+        key = ordinal, info.index, info.generation
+        if key not in self._events:
+            self._events[key] = driver.open_event(ordinal, info.event)
+        return self._events[key]
 
     def _key(self, index: int, generation: int) -> tuple[int, int, int]:
         return self._session.segment.instance, index, generation
@@ -522,6 +548,8 @@ class Devices:
             own = _local.pop(key)
             if key[1] in held and isinstance(own.memory.keeps, Allocation):
                 own.memory.keeps.keep_for_good()
+            elif own.event is not None:
+                own.event.destroy()
         if held:
             pids = sorted({self._pid(peer) for peers in held.values() for peer in peers})
             log.warning("device memory stays allocated until this process ends: processes %s hold views of it", pids)
@@ -623,13 +651,15 @@ def _usable_driver() -> tuple[Driver | None, bool]:
     return driver, torch_sees(driver)
 
 
-def _unmapped(session: weakref.ref[Session], index: int, generation: int) -> None:
-    owner = session()
-    if owner is None or owner.segment.inherited or not owner.segment.words:
+def _unmapped(devices: weakref.ref[Devices], driver: Driver, key: tuple[int, int, int]) -> None:
+    """A mapping of another process's memory was undone; its event goes with it."""
+    mine = devices()
+    if mine is None:
         return
-    regions = owner.tables.regions
-    if regions.info(index).generation == generation:
-        regions.set_mapped(index, owner.index, 0)
+    event = mine._events.pop(key, None)
+    if event is not None:
+        driver.destroy_event(key[0], event)
+    mine._note_unmapped(*key[1:])
 
 
 def _place(ordinal: int | None) -> str:

@@ -112,6 +112,12 @@ class Driver:
             base, nbytes = self._call("cuMemGetAddressRange", address)
         return int(base), int(nbytes)
 
+    def allocation_id(self, ordinal: int, address: int) -> int:
+        """A number of this allocation that the process never gives again."""
+        attribute = self._api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
+        with self._current(ordinal):
+            return int(self._call("cuPointerGetAttribute", attribute, address))
+
     def why_not_exportable(self, ordinal: int, address: int) -> str:
         """Why no IPC handle can be had of the allocation of this address; "" if it can."""
         attributes = self._api.CUpointer_attribute

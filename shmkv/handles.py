@@ -107,6 +107,11 @@ class Hit(Single, Mapping[str, "torch.Tensor"]):
         self.transport, self.refused = decision.path.name.lower(), decision.describe()
         self._transport, self._run, self._placed = transport, run, placed
 
+    @property
+    def ordinal(self) -> int | None:
+        """The device on which the tensors lie; None for the host."""
+        return getattr(self._transport, "ordinal", None)
+
     def record_stream(self, stream: Any) -> None:
         """Device work on this stream (a torch.cuda.Stream or the driver's number) reads the tensors too: the entry's
         bytes are not reused before it is done. Call it before `release`, for streams other than the one that was

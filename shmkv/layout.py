@@ -200,6 +200,7 @@ class Region(Record):
     uuid_1: Annotated[int, ""]
     nbytes: Annotated[int, "size"]
     start: Annotated[int, "bytes from the start of the allocation that the handle names"]
+    allocation: Annotated[int, "the driver's id of the allocation, which its owner's process never repeats"]
     exported: Annotated[int, "1: the handle is valid"]
     handle_0: Annotated[int, "CUDA IPC memory handle, 64 bytes: a capability"]
     handle_1: Annotated[int, ""]

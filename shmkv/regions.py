@@ -56,6 +56,7 @@ class RegionInfo(NamedTuple):
     uuid: bytes
     nbytes: int
     start: int
+    allocation: int
     handle: bytes
     event: bytes
 
@@ -91,7 +92,8 @@ class Regions:
         event = _bytes(words, at + Region.event_0, 8) if words[at + Region.published] else b""
         return RegionInfo(index, words[at + Region.generation], words[at + Region.kind], words[at + Region.peer],
                           words[at + Region.peer_generation], _bytes(words, at + Region.uuid_0, 2),
-                          words[at + Region.nbytes], words[at + Region.start], handle, event)
+                          words[at + Region.nbytes], words[at + Region.start], words[at + Region.allocation],
+                          handle, event)
 
     def state(self, index: int) -> int:
         return self._words[self.at(index)]  # SYNC POINT region-open (load)
@@ -150,6 +152,7 @@ class Regions:
         words[at + Region.peer_generation] = info.peer_generation
         words[at + Region.uuid_0:at + Region.uuid_0 + 2] = _words(info.uuid, UUID_BYTES)
         words[at + Region.nbytes], words[at + Region.start] = info.nbytes, info.start
+        words[at + Region.allocation] = info.allocation
         words[at + Region.exported], words[at + Region.published] = bool(info.handle), bool(info.event)
         words[at + Region.handle_0:at + Region.handle_0 + 8] = _words(info.handle, HANDLE_BYTES)
         words[at + Region.event_0:at + Region.event_0 + 8] = _words(info.event, HANDLE_BYTES)

@@ -293,6 +293,48 @@ def test_an_entry_is_published_behind_the_device_work_that_makes_it(kv_buffer, g
     assert took < LONG_US / 1e6 if publish == "event" or sabotage else took > LONG_US / 1e6
 
 
+def two_streams(name, ready, done, forgetful):
+    """A slow entry, then a quick one from another stream: the second recording must not hide the first's work."""
+    from shmkv import driver
+    with shmkv.attach(name, device_capacity="4MiB", device="cuda:0", publish="event") as buffer:
+        cuda = driver.find()
+        slow, quick = cuda.make_stream(0), cuda.make_stream(0)
+        source = buffer.reserve([9], {"x": Spec((N,), torch.uint8, "cuda:0")})
+        source["x"].zero_()
+        emulated.set_delay(LONG_US)
+        fill(cuda, source["x"], 7, slow)
+        if forgetful:
+            driver.Driver.order_behind = lambda *_: None
+        buffer.insert([1, 1], {"x": source["x"]}, stream=slow)
+        with buffer.reserve([2], {"x": Spec((1,), torch.uint8, "cuda:0")}, stream=quick) as entry:
+            del entry
+        ready.open()
+        done.wait()
+        emulated.set_delay(0)
+        source.abort()
+
+
+def read_the_slow_one(name):
+    from shmkv import driver
+    with shmkv.attach(name) as buffer:
+        cuda = driver.find()
+        stream, target = cuda.make_stream(0), torch.zeros(N, dtype=torch.uint8)
+        with buffer.select([1, 1], stream=stream) as hit:
+            cuda.copy(0, target.data_ptr(), cuda.device_address(hit["x"].data_ptr(), False), N, stream)
+            cuda.wait(0, stream)
+        return set(target.tolist())
+
+
+@pytest.mark.parametrize("forgetful, seen", [(False, {7}), (True, {0})])
+def test_one_event_stands_for_the_work_of_all_streams(kv_buffer, gpu_spawn, gates, forgetful, seen):
+    ready, done, *_ = gates
+    producer = gpu_spawn(two_streams, kv_buffer.name, ready, done, forgetful)
+    ready.wait()
+    assert gpu_spawn(read_the_slow_one, kv_buffer.name).result() == seen
+    done.open()
+    producer.result()
+
+
 def reuse_at_once(name, ready, done, again):
     """One run's worth of memory: whatever is inserted next lies where the last entry lay."""
     with shmkv.attach(name, device_capacity="2MiB", device="cuda:0") as buffer:

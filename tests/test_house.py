@@ -218,9 +218,9 @@ VERSION_1 = {
     "Entry": (32, "state generation sequence peer peer_generation meta_at meta_bytes key_bytes token_start roi_tokens "
                   "descriptor_bytes run_at run_bytes payload_bytes n_tensors created_ns ready_ns used_ns ttl_ns "
                   "ttl_left_ns expires_ns holders taker cancelled fingerprint region"),
-    "Region": (32, "state generation kind peer peer_generation uuid_0 uuid_1 nbytes start exported handle_0 handle_1 "
-                   "handle_2 handle_3 handle_4 handle_5 handle_6 handle_7 published event_0 event_1 event_2 event_3 "
-                   "event_4 event_5 event_6 event_7 holes free recent"),
+    "Region": (32, "state generation kind peer peer_generation uuid_0 uuid_1 nbytes start allocation exported "
+                   "handle_0 handle_1 handle_2 handle_3 handle_4 handle_5 handle_6 handle_7 published event_0 event_1 "
+                   "event_2 event_3 event_4 event_5 event_6 event_7 holes free recent"),
     "Signal": (8, "kind sequence slot sender value time_ns ticket"),
     "Event": (16, "ticket kind time_ns sequence slot generation peer pid fingerprint n_tokens"),
 }
@@ -255,12 +255,12 @@ AREAS_1 = {
     (344064, 8192, 0, 0), "payload arena": (352256, 12288, 0, 0),
 }
 FILE_BYTES_1 = 364544
-FORMAT_1 = 0x1_9D4B_8CBA
+FORMAT_1 = 0x1_534D_D988
 IMAGE_1 = """
-73686d6b76006b76 ba8c4b9d01000000 0090050000000000 bc02000000000000
+73686d6b76006b76 88d94d5301000000 0090050000000000 bc02000000000000
 2800000000000000 4600000000000000 3200000000000000 0400000000000000
 3c00000000000000 0020000000000000 0030000000000000 0300000000000000
-0500000000000000 c9ac067600000000
+0500000000000000 980501a700000000
 """
 """the first words of a segment, to the checksum, of that geometry, as they lie in the file on a little-endian machine"""
 

@@ -91,24 +91,43 @@ class Opened:
                 tell()
 
 
-_opened: dict[tuple[int, bytes], weakref.ref[Opened]] = {}
+_opened: dict[tuple[int, int, bytes], weakref.ref[Opened]] = {}
 _opening = threading.Lock()
 
 
-def open_once(driver: Driver, ordinal: int, handle: bytes) -> Opened:
-    """The mapping of the allocation with this handle on this device, made on the first call. Raises CudaError."""
+def open_once(driver: Driver, ordinal: int, allocation: int, handle: bytes) -> Opened:
+    """The mapping of another process's allocation on this device, made on the first call. Raises CudaError."""
     with _opening:
-        known = _opened.get((ordinal, handle), _nothing)()
+        known = _opened.get((ordinal, allocation, handle), _nothing)()
         if known is None:
             for key in [key for key, opened in _opened.items() if opened() is None]:
                 del _opened[key]
             known = Opened(driver, ordinal, handle)
-            _opened[ordinal, handle] = weakref.ref(known)
+            _opened[ordinal, allocation, handle] = weakref.ref(known)
         return known
 
 
 def _nothing() -> None:
     return None
+
+
+class SharedEvent:
+    """An interprocess event behind which all entries of a region are complete that were sealed so far, whatever streams
+    they were made on: each recording takes the one before along.
+    """
+
+    def __init__(self, driver: Driver, ordinal: int):
+        self._driver, self._ordinal, self._turn = driver, ordinal, threading.Lock()
+        self.event, self.handle = driver.shared_event(ordinal)
+
+    def record(self, stream: int) -> None:
+        with self._turn:
+            self._driver.order_behind(self._ordinal, stream, self.event)
+            self._driver.record(self._ordinal, self.event, stream)
+
+    def destroy(self) -> None:
+        """When nobody can have it open any more."""
+        self._driver.destroy_event(self._ordinal, self.event)
 
 
 class Window:
@@ -125,10 +144,11 @@ class CudaTransport:
 
     name = "cuda_ipc"
 
-    def __init__(self, driver: Driver, memories: Mapping[int, Memory], stream: int, event: Any = None):
+    def __init__(self, driver: Driver, memories: Mapping[int, Memory], stream: int,
+                 event: SharedEvent | None = None):
         self._driver, self._memories, self._stream, self._event = driver, memories, stream, event
-        self._ordinal = next(iter(memories.values())).ordinal
-        self._work = (self._ordinal, stream)
+        self.ordinal = next(iter(memories.values())).ordinal
+        self._work = (self.ordinal, stream)
 
     def write(self, run: tuple[int, int], placed: Sequence[Placed], tensors: Mapping[str, torch.Tensor],
               mapped: Mapped) -> None:
@@ -141,7 +161,7 @@ class CudaTransport:
             check_fits(run[1], tensor)
             if is_flat(source, tensor):
                 address = self._driver.device_address(source.data_ptr(), source.is_cuda)
-                self._driver.copy(self._ordinal, self._address(run, tensor), address, tensor.nbytes, self._stream)
+                self._driver.copy(self.ordinal, self._address(run, tensor), address, tensor.nbytes, self._stream)
             else:
                 strided.append((tensor, source))
         if strided:
@@ -151,7 +171,7 @@ class CudaTransport:
 
     def _copy_strided(self, run: tuple[int, int], strided: Sequence[tuple[Placed, torch.Tensor]]) -> None:
         """By torch, which has the kernels for it."""
-        with torch_stream(self._driver, self._ordinal, self._stream):
+        with torch_stream(self._driver, self.ordinal, self._stream):
             for tensor, source in strided:
                 target = self._tensor(run, tensor, Window(self._memories[IN_RUN].keeps))
                 if source.is_conj() or source.is_neg():
@@ -165,9 +185,9 @@ class CudaTransport:
 
     def finish(self) -> bool:
         if self._event is None:
-            self._driver.wait(self._ordinal, self._stream)
+            self._driver.wait(self.ordinal, self._stream)
             return True
-        self._driver.record(self._ordinal, self._event, self._stream)
+        self._event.record(self._stream)
         return False
 
     def views(self, run: tuple[int, int], placed: Sequence[Placed], how: str, mapped: Mapped,
@@ -184,7 +204,7 @@ class CudaTransport:
     def _tensor(self, run: tuple[int, int], tensor: Placed, window: Window) -> torch.Tensor:
         kind = self._driver.torch_address(0)[0] if not tensor.nbytes else None
         if kind is not None:
-            where = "cpu" if self._driver.emulated else f"cuda:{self._ordinal}"
+            where = "cpu" if self._driver.emulated else f"cuda:{self.ordinal}"
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=where)
         device_type, address = self._driver.torch_address(self._address(run, tensor))
         ordinal = self._memories[tensor.region].ordinal
