@@ -352,7 +352,7 @@ def _refuse_if_short(nbytes: int) -> None:
     free = _free_bytes()
     if nbytes > free:
         raise StorageFull(f"need {nbytes} B in {DIRECTORY}, {free} B are free")
-    limit = _cgroup_room()
+    limit = cgroup_room()
     if limit is not None and nbytes > limit:
         raise StorageFull(f"need {nbytes} B, the cgroup's memory limit leaves {limit} B")
 
@@ -362,7 +362,8 @@ def _free_bytes() -> int:
     return status.f_bavail * status.f_frsize
 
 
-def _cgroup_room() -> int | None:
+def cgroup_room() -> int | None:
+    """Bytes that the memory limit of this process's cgroup leaves; None without a limit."""
     try:
         with open("/sys/fs/cgroup/memory.max") as most, open("/sys/fs/cgroup/memory.current") as now:
             text = most.read().strip()

@@ -68,6 +68,7 @@ class _Timespec(ctypes.Structure):
 
 
 _clockwait = getattr(_free, "sem_clockwait", None)  # glibc 2.30
+HAS_CLOCKWAIT = _clockwait is not None
 if _clockwait is not None:
     _clockwait.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Timespec))
 

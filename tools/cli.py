@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 VERBS = {
     "demo": ("shmkv_tools.demo", "hand the KV cache of real prompts from a prefill to a decode process"),
     "gc": ("shmkv_tools.gc", "remove what dead processes left in /dev/shm"),
+    "doctor": ("shmkv_tools.doctor", "what this host can do, and why not"),
     "bench": ("shmkv_tools.bench", "measure the hand-off"),
 }
 

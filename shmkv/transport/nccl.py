@@ -446,6 +446,11 @@ def backends() -> dict[str, str]:
     return {name: _MISSING[name]() or _version(name) for name in ("nccl", "gloo")}
 
 
+def missing(backend: str) -> str:
+    """Why this torch lacks a backend; "" if it has it."""
+    return _MISSING[backend]()
+
+
 def _no_gloo() -> str:
     there = distributed.is_available() and distributed.is_gloo_available()
     return "" if there else "gloo is not built into this torch"
