@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import emulated
@@ -21,10 +22,11 @@ from shmkv.testing import eventually
 from shmkv.transport import LADDER, WHY, Decision, Facts, Path, Reason, decide, decode_decision
 
 N = 64 << 10
-LONG_US, HOLD_US = 300_000, 3_600_000_000
+HOLD_US = 3_600_000_000  # held until the delay is set to 0
 DTYPES = [dtype for dtype in (getattr(torch, name) for name in (
     "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128 float8_e4m3fn float8_e5m2 "
-    "float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu uint16 uint32 uint64 float4_e2m1fn_x2").split() if hasattr(torch, name))]
+    "float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu uint16 uint32 uint64 float4_e2m1fn_x2").split()
+    if hasattr(torch, name))]
 
 
 @pytest.fixture
@@ -108,7 +110,8 @@ def test_what_is_required_is_never_degraded_and_what_is_preferred_comes_first():
         decide(unseen, require="cuda_peer")
     assert all(f"{path.name.lower()}: " in str(refusal.value) for path in LADDER)
     assert decide(Facts(is_ours=True), require="cuda_ipc").path == Path.LOCAL
-    assert decide(Facts(nccl=True), prefer="nccl") == Decision(Path.NCCL, dict.fromkeys(LADDER[:4], Reason.NOT_PREFERRED))
+    preferred = decide(Facts(nccl=True), prefer="nccl")
+    assert preferred == Decision(Path.NCCL, dict.fromkeys(LADDER[:4], Reason.NOT_PREFERRED))
     assert decide(Facts(nccl=False), prefer="nccl").path == Path.CUDA_IPC
     with pytest.raises(shmkv.TransportUnavailable):
         decide(unseen._replace(fits_arena=False, nccl=False))
@@ -160,7 +163,8 @@ PATHS = {
     "staging": {"prefer": "staging"},
     "nccl": {"prefer": "nccl"},
 }
-BASE = {"key": torch.arange(120).view(3, 5, 8).to(torch.bfloat16), "value": torch.arange(120.).view(3, 5, 8) / 7, "empty": torch.empty(0, 4),
+BASE = {"key": torch.arange(120).view(3, 5, 8).to(torch.bfloat16), "value": torch.arange(120.).view(3, 5, 8) / 7,
+        "empty": torch.empty(0, 4),
         "scalar": torch.tensor(7.5, dtype=torch.float64), "turned": pattern(96).reshape(8, 12).t()}
 
 
@@ -181,7 +185,8 @@ def owner(name, ready, done, base=BASE):
 def look(name, path, options):
     with shmkv.attach(name, **options) as buffer:
         with buffer.select([1, 2, 3, 4]) as hit:
-            assert (hit.transport, set(hit.refused)) == (path, {p.name.lower() for p in LADDER if p < Path[path.upper()]})
+            assert hit.transport == path
+            assert set(hit.refused) == {better.name.lower() for better in LADDER if better < Path[path.upper()]}
             for key, tensor in BASE.items():
                 assert same_bits(hit[key], tensor), key
             copies = hit.copy()
@@ -219,7 +224,7 @@ def own_and_look(name):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_by_every_path_what_comes_out_is_what_went_in_for_as_long_as_it_is_looked_at(kv_buffer, gpu_spawn, gates, path):
+def test_every_path_shows_what_went_in_for_as_long_as_it_is_looked_at(kv_buffer, gpu_spawn, gates, path):
     ready, done, *_ = gates
     if path == "local":
         assert gpu_spawn(own_and_look, kv_buffer.name).result()[1] == 0
@@ -235,29 +240,31 @@ def test_by_every_path_what_comes_out_is_what_went_in_for_as_long_as_it_is_looke
 
 # ---------------------------------------------------------------- published behind the work, released behind the work
 
-def late_producer(name, ready, done, publish, forgetful=False):
-    """Insert what a stream writes only after a while."""
+def late_producer(name, ready, reading, done, publish, forgetful=False):
+    """Insert what a stream has not written yet; it does when the insert has waited, or somebody reads."""
     from shmkv import driver
     with shmkv.attach(name, device_capacity="4MiB", device="cuda:0", publish=publish) as buffer:
         cuda = driver.find()
         stream = cuda.make_stream(0)
         source = buffer.reserve([9], {"x": Spec((N,), torch.uint8, "cuda:0")})
         source["x"].zero_()
-        emulated.set_delay(LONG_US)
+        emulated.set_delay(HOLD_US)
         fill(cuda, source["x"], 7, stream)
+        wait = driver.Driver.wait
         if forgetful:
             driver.Driver.wait = lambda *_: None
-        started = time.monotonic()
+        elif publish == "wait":
+            threading.Timer(0.2, emulated.set_delay, [0]).start()
         buffer.insert([1], {"x": source["x"]}, stream=stream)
-        took = time.monotonic() - started
+        with cuda._current(0):
+            done_before = cuda._api.cuStreamQuery(stream)[0] == 0
         ready.open()
-        done.wait()
+        reading.wait()
         emulated.set_delay(0)
-        if forgetful:
-            cuda._call("cuCtxPushCurrent", cuda._contexts[0])
-            cuda._call("cuStreamSynchronize", stream)
+        done.wait()
+        wait(cuda, 0, stream)
         source.abort()
-        return took
+        return done_before
 
 
 def fill(cuda, tensor, value, stream):
@@ -265,7 +272,7 @@ def fill(cuda, tensor, value, stream):
         cuda._call("cuMemsetD8Async", cuda.device_address(tensor.data_ptr(), False), value, tensor.numel(), stream)
 
 
-def read_behind(name, careless=False):
+def read_behind(name, reading, at_once, careless):
     """Copy a view on a stream of our own, as a kernel would read it, and say what was there."""
     from shmkv import driver
     with shmkv.attach(name, timeout=10) as buffer:
@@ -275,8 +282,11 @@ def read_behind(name, careless=False):
             driver.Driver.order_behind = lambda *_: None
         target = torch.zeros(N, dtype=torch.uint8)
         with buffer.select([1], timeout=10, stream=stream) as hit:
+            if not at_once:
+                reading.open()
             cuda.copy(0, target.data_ptr(), cuda.device_address(hit["x"].data_ptr(), False), N, stream)
             cuda.wait(0, stream)
+        reading.open()
         return set(target.tolist())
 
 
@@ -284,16 +294,16 @@ def read_behind(name, careless=False):
     ("wait", "", {7}), ("event", "", {7}), ("wait", "producer", {0}), ("event", "consumer", {0})])
 def test_an_entry_is_published_behind_the_device_work_that_makes_it(kv_buffer, gpu_spawn, gates, publish, sabotage, seen):
     """With the wait (or the order) taken out, the consumer reads what was there before."""
-    ready, done, *_ = gates
-    producer = gpu_spawn(late_producer, kv_buffer.name, ready, done, publish, sabotage == "producer")
+    ready, reading, done, _ = gates
+    producer = gpu_spawn(late_producer, kv_buffer.name, ready, reading, done, publish, sabotage == "producer")
     ready.wait()
-    assert gpu_spawn(read_behind, kv_buffer.name, sabotage == "consumer").result() == seen
+    consumer = gpu_spawn(read_behind, kv_buffer.name, reading, bool(sabotage), sabotage == "consumer")
+    assert consumer.result() == seen
     done.open()
-    took = producer.result()
-    assert took < LONG_US / 1e6 if publish == "event" or sabotage else took > LONG_US / 1e6
+    assert producer.result() == (publish == "wait" and not sabotage), "what was waited for, and what was not"
 
 
-def two_streams(name, ready, done, forgetful):
+def two_streams(name, ready, reading, done, forgetful):
     """A slow entry, then a quick one from another stream: the second recording must not hide the first's work."""
     from shmkv import driver
     with shmkv.attach(name, device_capacity="4MiB", device="cuda:0", publish="event") as buffer:
@@ -301,7 +311,7 @@ def two_streams(name, ready, done, forgetful):
         slow, quick = cuda.make_stream(0), cuda.make_stream(0)
         source = buffer.reserve([9], {"x": Spec((N,), torch.uint8, "cuda:0")})
         source["x"].zero_()
-        emulated.set_delay(LONG_US)
+        emulated.set_delay(HOLD_US)
         fill(cuda, source["x"], 7, slow)
         if forgetful:
             driver.Driver.order_behind = lambda *_: None
@@ -309,28 +319,32 @@ def two_streams(name, ready, done, forgetful):
         with buffer.reserve([2], {"x": Spec((1,), torch.uint8, "cuda:0")}, stream=quick) as entry:
             del entry
         ready.open()
-        done.wait()
+        reading.wait()
         emulated.set_delay(0)
+        done.wait()
         source.abort()
 
 
-def read_the_slow_one(name):
+def read_the_slow_one(name, reading, at_once):
     from shmkv import driver
     with shmkv.attach(name) as buffer:
         cuda = driver.find()
         stream, target = cuda.make_stream(0), torch.zeros(N, dtype=torch.uint8)
         with buffer.select([1, 1], stream=stream) as hit:
+            if not at_once:
+                reading.open()
             cuda.copy(0, target.data_ptr(), cuda.device_address(hit["x"].data_ptr(), False), N, stream)
             cuda.wait(0, stream)
+        reading.open()
         return set(target.tolist())
 
 
 @pytest.mark.parametrize("forgetful, seen", [(False, {7}), (True, {0})])
 def test_one_event_stands_for_the_work_of_all_streams(kv_buffer, gpu_spawn, gates, forgetful, seen):
-    ready, done, *_ = gates
-    producer = gpu_spawn(two_streams, kv_buffer.name, ready, done, forgetful)
+    ready, reading, done, _ = gates
+    producer = gpu_spawn(two_streams, kv_buffer.name, ready, reading, done, forgetful)
     ready.wait()
-    assert gpu_spawn(read_the_slow_one, kv_buffer.name).result() == seen
+    assert gpu_spawn(read_the_slow_one, kv_buffer.name, reading, forgetful).result() == seen
     done.open()
     producer.result()
 
@@ -387,20 +401,19 @@ def abort_amid_work(name):
         cuda = driver.find()
         stream = cuda.make_stream(0)
         spec = {"x": Spec(((1 << 20) + 1,), torch.uint8, "cuda:0")}
-        emulated.set_delay(LONG_US)
+        emulated.set_delay(HOLD_US)
         with pytest.raises(KeyboardInterrupt):
             with buffer.reserve([1], spec, stream=stream) as entry:
                 fill(cuda, entry["x"], 7, stream)
                 raise KeyboardInterrupt
         del entry
-        emulated.set_delay(0)
-        with buffer.reserve([2], spec, timeout=20) as entry:
+        threading.Timer(0.2, emulated.set_delay, [0]).start()
+        with buffer.reserve([3], spec, timeout=20) as entry:
             entry["x"].fill_(9)
-        with cuda._current(0):
-            cuda._call("cuStreamSynchronize", stream)
-        seen = set(entry["x"].tolist()) if len(entry) else {9}
-        with buffer.select([2]) as hit:
-            return seen | set(hit["x"].tolist())
+        del entry
+        cuda.wait(0, stream)
+        with buffer.select([3]) as hit:
+            return set(hit["x"].tolist())
 
 
 def test_an_aborted_run_is_not_reused_amid_device_work(kv_buffer, gpu_spawn):
@@ -460,8 +473,7 @@ def test_an_owner_that_goes_takes_its_entries_along_and_who_holds_on_is_named(kv
         producer.kill()
     else:
         done.open()
-    seconds = eventually(lambda: [region.state for region in kv_buffer.stats().regions] == ["gone"], timeout=5)
-    assert seconds < 1.5, "1 s was promised"
+    eventually(lambda: [region.state for region in kv_buffer.stats().regions] == ["gone"], timeout=5)
     assert [region.held_by for region in kv_buffer.stats().regions] == [[consumer.pid]]
     let_go.open()
     assert consumer.result() == (0, 1)
@@ -578,7 +590,8 @@ def insert_without_region(name):
 def test_device_tensors_of_a_handle_without_device_memory_go_through_the_host(kv_buffer, gpu_spawn):
     gpu_spawn(insert_without_region, kv_buffer.name).result()
     with kv_buffer.select([5]) as hit:
-        assert hit.transport == "host" and hit["x"].equal(pattern(N)) and hit["turned"].equal(pattern(96).reshape(8, 12).t())
+        assert hit.transport == "host" and hit["x"].equal(pattern(N))
+        assert hit["turned"].equal(pattern(96).reshape(8, 12).t())
     stats = kv_buffer.stats()
     assert stats.paths["staged_inserts"] == 1 and stats.refused["staged_inserts"]["cuda_ipc"] == WHY[Reason.NO_REGION]
     assert kv_buffer.select([6]).reason
@@ -626,8 +639,10 @@ def consume_in_place(name, options, freed, transport):
 
 
 @pytest.mark.parametrize("options, transport", [
-    ({}, "cuda_ipc"), ({"device": "cuda:1"}, "cuda_peer"), ({"prefer": "staging"}, "staging"), ({"prefer": "nccl"}, "nccl")])
-def test_slices_of_a_registered_tensor_are_seen_in_place_and_given_back(kv_buffer, gpu_spawn, gates, options, transport):
+    ({}, "cuda_ipc"), ({"device": "cuda:1"}, "cuda_peer"), ({"prefer": "staging"}, "staging"),
+    ({"prefer": "nccl"}, "nccl")])
+def test_slices_of_a_registered_tensor_are_seen_in_place_and_given_back(kv_buffer, gpu_spawn, gates, options,
+                                                                        transport):
     ready, done, freed, _ = gates
     producer = gpu_spawn(engine, kv_buffer.name, ready, done, freed)
     ready.wait()
@@ -791,8 +806,8 @@ def check_dtypes(name):
             x = raw.view(dtype).view(2, 3, 4)
             with buffer.drop_select([number]) as hit:
                 assert hit.transport == "cuda_ipc"
-                for key, tensor in {"plain": x, "turned": x.transpose(0, 2), "strided": x[:, ::2], "none": x[:0]}.items():
-                    assert same_bits(hit[key], tensor), (dtype, key)
+                assert same_bits(hit["plain"], x) and same_bits(hit["turned"], x.transpose(0, 2)), dtype
+                assert same_bits(hit["strided"], x[:, ::2]) and same_bits(hit["none"], x[:0]), dtype
 
 
 def test_every_dtype_shape_and_stride_is_bit_equal_over_cuda_ipc(kv_buffer, gpu_spawn, gates):

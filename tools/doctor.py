@@ -93,7 +93,7 @@ def remove_ipc() -> Finding:
                 off = settings[-1].endswith(("no", "false", "0"))
                 return Finding("RemoveIPC", OK if off else NOTE, f"{path}: {settings[-1]}", "set RemoveIPC=no")
             if os.geteuid() >= 1000 and os.path.isdir("/run/systemd/system"):
-                return Finding("RemoveIPC", NOTE, "systemd's default: a user's shared memory goes with its last session",
+                return Finding("RemoveIPC", NOTE, "systemd's default: shared memory goes with a user's last session",
                                f"RemoveIPC=no in {path}, or loginctl enable-linger")
     return Finding("RemoveIPC", OK, "no systemd login manager, or a system user")
 
