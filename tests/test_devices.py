@@ -292,7 +292,7 @@ def read_behind(name, reading, at_once, careless):
 
 @pytest.mark.parametrize("publish, sabotage, seen", [
     ("wait", "", {7}), ("event", "", {7}), ("wait", "producer", {0}), ("event", "consumer", {0})])
-def test_an_entry_is_published_behind_the_device_work_that_makes_it(kv_buffer, gpu_spawn, gates, publish, sabotage, seen):
+def test_an_entry_is_published_behind_the_work_that_makes_it(kv_buffer, gpu_spawn, gates, publish, sabotage, seen):
     """With the wait (or the order) taken out, the consumer reads what was there before."""
     ready, reading, done, _ = gates
     producer = gpu_spawn(late_producer, kv_buffer.name, ready, reading, done, publish, sabotage == "producer")

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from emulated_driver.build import build
+
 import shmkv
 from shmkv.testing import unique_name
 
@@ -17,9 +19,9 @@ def program(start):
     return next(block for block in BLOCKS if block.startswith(start))
 
 
-def run(code, *arguments):
+def run(code, *arguments, environment=None):
     return subprocess.Popen([sys.executable, *arguments, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            text=True)
+                            text=True, env=environment)
 
 
 def test_the_two_processes_hand_over(kv_watchdog):
@@ -28,6 +30,16 @@ def test_the_two_processes_hand_over(kv_watchdog):
     (_, prefill_says), (decoded, decode_says) = [process.communicate(timeout=50) for process in programs]
     assert (prefill_says, decode_says) == ("", "")
     assert decoded == "4 of 5 tokens, key of shape (2, 4, 64)\n"
+
+
+def test_the_two_processes_hand_over_device_memory(kv_watchdog):
+    """On the emulated driver."""
+    name, environment = unique_name(), {**os.environ, "LD_LIBRARY_PATH": str(build())}
+    programs = [run(program(start).replace('"gpu", ', f'"{name}", ', 1), environment=environment)
+                for start in ("# gpu_prefill.py", "# gpu_decode.py")]
+    (_, prefill_says), (decoded, decode_says) = [process.communicate(timeout=50) for process in programs]
+    assert (prefill_says, decode_says) == ("", "")
+    assert decoded == "cuda_ipc {'local': 'the memory belongs to another process'}\n"
 
 
 def test_the_pytest_example_passes(tmp_path):
