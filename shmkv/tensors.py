@@ -1,46 +1,32 @@
-"""Tensors as bytes in a run: dtype codes, where each tensor lies, its descriptor, and the copy in and the view out.
-
-Descriptor blob, native 8-byte words: `n_tensors, name_bytes`, then for each tensor `code, region, offset, nbytes,
-n_dims, name_bytes, shape..., strides...`, then all names in UTF-8, zero-padded to words. Region 0 is the entry's run,
-r + 1 is region r, in which the tensor lies with strides of any kind. `decode` trusts none of it.
-"""
+"""Tensors as bytes in a run: what may be carried, where each tensor lies, and the copy in and the view out."""
 
 import operator
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from shmkv.errors import FormatMismatch, InvalidTensor, SegmentBroken, TransportUnavailable
-
-ALIGNMENT_BYTES = 256
-IN_RUN = 0
-
-# The format: a number once given is never changed or given again. 0 is no dtype.
-DTYPE_CODES = {
-    "bool": 1, "uint8": 2, "int8": 3, "uint16": 4, "int16": 5, "uint32": 6, "int32": 7, "uint64": 8, "int64": 9,
-    "float16": 10, "bfloat16": 11, "float32": 12, "float64": 13, "complex32": 14, "complex64": 15, "complex128": 16,
-    "float8_e4m3fn": 17, "float8_e4m3fnuz": 18, "float8_e5m2": 19, "float8_e5m2fnuz": 20, "float8_e8m0fnu": 21,
-    "float4_e2m1fn_x2": 22,
-    "bits8": 23, "bits16": 24, "bits1x8": 25, "bits2x4": 26, "bits4x2": 27,
-    "uint1": 28, "uint2": 29, "uint3": 30, "uint4": 31, "uint5": 32, "uint6": 33, "uint7": 34,
-    "int1": 35, "int2": 36, "int3": 37, "int4": 38, "int5": 39, "int6": 40, "int7": 41,
-}  # fmt: skip
+from . import descriptors
+from .descriptors import (
+    ALIGNMENT_BYTES,
+    DTYPE_CODES,
+    LIMIT,
+    MAX_DIMS,
+    MAX_NAME_BYTES,
+    MAX_TENSORS,
+    Placed,
+    contiguous,
+    is_dense,
+    numel,
+    parse,
+)
+from .errors import InvalidTensor, SegmentBroken, TransportUnavailable
 
 _QUANTISED = {getattr(torch, name, None) for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")} - {None}
-_NAMES = {code: name for name, code in DTYPE_CODES.items()}
 _CODES = {getattr(torch, name): code for name, code in DTYPE_CODES.items() if hasattr(torch, name)}
 _DTYPES = {code: (dtype, dtype.itemsize) for dtype, code in _CODES.items()}  # code -> dtype, bytes per element
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-_HEAD_WORDS = 2
-_RECORD_WORDS = 6
-_MAX_TENSORS = 65535
-_MAX_NAME_BYTES = 255
-_MAX_DIMS = 64
-_LIMIT = 2**63  # torch counts in signed 64 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,30 +49,6 @@ class Spec:
         _checked_contiguous(self.shape, self.dtype)
 
 
-class Placed(NamedTuple):
-    """One tensor of an entry: in its run (`region` 0) dense, its dimensions in any order; in place in region
-    `region - 1` with any strides that are not negative.
-
-    shape and strides count elements; offset and nbytes count bytes, offset from the start of the run or region. A
-    tensor of no bytes has offset 0.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    nbytes: int
-    region: int = IN_RUN
-
-    @property
-    def span(self) -> int:
-        """Bytes from its first to its last: more than `nbytes` where the strides leave gaps."""
-        if not self.nbytes:
-            return 0
-        return _span(self.shape, self.strides) * self.dtype.itemsize
-
-
 def place(tensors: Mapping[str, "torch.Tensor | Spec"]) -> tuple[list[Placed], int]:
     """Where each tensor goes in a run, in the mapping's order, 256-byte aligned; and the run's size in bytes.
 
@@ -98,74 +60,30 @@ def place(tensors: Mapping[str, "torch.Tensor | Spec"]) -> tuple[list[Placed], i
     if not isinstance(tensors, Mapping):
         raise InvalidTensor(f"kv is a {type(tensors).__name__}, not a mapping of names to tensors",
                             hint='write {"key": key, "value": value}')
-    if not 1 <= len(tensors) <= _MAX_TENSORS:
-        raise InvalidTensor(f"{len(tensors)} tensors: an entry holds 1 to {_MAX_TENSORS}")
+    if not 1 <= len(tensors) <= MAX_TENSORS:
+        raise InvalidTensor(f"{len(tensors)} tensors: an entry holds 1 to {MAX_TENSORS}")
     placed = []
     run_bytes = 0
     for name, source in tensors.items():
         _check_name(name)
         dtype, shape, strides = _described(name, source)
-        nbytes = _numel(shape) * dtype.itemsize
+        nbytes = numel(shape) * dtype.itemsize
         offset = -(-run_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES if nbytes else 0
         placed.append(Placed(name, dtype, shape, strides, offset, nbytes))
         run_bytes = offset + nbytes if nbytes else run_bytes
-    if run_bytes >= _LIMIT:
+    if run_bytes >= LIMIT:
         raise InvalidTensor(f"the tensors take {run_bytes} bytes together, 2**63 or more")
     return placed, run_bytes
 
 
 def encode(placed: list[Placed]) -> bytes:
     """The descriptor blob of tensors that `place` returned."""
-    names = [tensor.name.encode() for tensor in placed]
-    name_bytes = b"".join(names)
-    words = [len(placed), len(name_bytes)]
-    for tensor, name in zip(placed, names, strict=True):
-        words += _CODES[tensor.dtype], tensor.region, tensor.offset, tensor.nbytes, len(tensor.shape), len(name)
-        words += tensor.shape
-        words += tensor.strides
-    return struct.pack(f"={len(words)}Q", *words) + name_bytes.ljust(_padded(len(name_bytes)), b"\0")
+    return descriptors.encode(placed, _CODES)
 
 
 def decode(data: "bytes | memoryview", run_bytes: int) -> list[Placed]:
-    """The tensors of a blob, `data` being just its bytes, all within a run of `run_bytes`.
-
-    Where the region is not 0, the caller compares offset and span with the region's size.
-    Raises SegmentBroken for bytes that `encode` cannot have written, FormatMismatch for a dtype that this torch lacks.
-    """
-    blob = bytes(data)  # a copy of our own: what was checked cannot change under us
-    if len(blob) < 8 * _HEAD_WORDS or len(blob) % 8:
-        raise SegmentBroken(f"a descriptor of {len(blob)} bytes")
-    words = struct.unpack(f"={len(blob) // 8}Q", blob)
-    n_tensors, n_name_bytes = words[:_HEAD_WORDS]
-    names_at = len(words) - (n_name_bytes + 7) // 8  # word index; negative for nonsense
-    if not 1 <= n_tensors <= _MAX_TENSORS or names_at < _HEAD_WORDS + _RECORD_WORDS * n_tensors:
-        raise SegmentBroken(f"a descriptor of {len(blob)} bytes claims {n_tensors} tensors, {n_name_bytes} name bytes")
-    placed = []
-    at, name_at, end = _HEAD_WORDS, 8 * names_at, 0
-    for _ in range(n_tensors):
-        if at + _RECORD_WORDS > names_at:
-            raise SegmentBroken("a descriptor's tensors run into its names")
-        code, region, offset, nbytes, n_dims, name_bytes = words[at : at + _RECORD_WORDS]
-        shape_at = at + _RECORD_WORDS
-        at = shape_at + 2 * n_dims
-        if n_dims > _MAX_DIMS or at > names_at or not 1 <= name_bytes <= _MAX_NAME_BYTES:
-            raise SegmentBroken(f"a descriptor's tensor with {n_dims} dimensions and a name of {name_bytes} bytes")
-        shape, strides = words[shape_at : shape_at + n_dims], words[shape_at + n_dims : at]
-        dtype = _checked_layout(code, shape, strides, nbytes, region)
-        if region == IN_RUN and nbytes:
-            if offset < end or offset % ALIGNMENT_BYTES or offset + nbytes > run_bytes:
-                raise SegmentBroken(f"a tensor at {offset} of {nbytes} bytes, after {end}, in a run of {run_bytes}")
-            end = offset + nbytes
-        elif offset + nbytes >= _LIMIT or (offset and not nbytes):
-            raise SegmentBroken(f"a tensor at {offset} of {nbytes} bytes")
-        name = _decoded_name(blob, name_at, name_bytes)
-        name_at += name_bytes
-        placed.append(Placed(name, dtype, shape, strides, offset, nbytes, region))
-    if at != names_at or name_at != 8 * names_at + n_name_bytes or any(blob[name_at:]):
-        raise SegmentBroken("a descriptor's names do not fill the rest of it")
-    if len({tensor.name for tensor in placed}) != n_tensors:
-        raise SegmentBroken("a descriptor with two tensors of one name")
-    return placed
+    """The tensors of a blob, as `descriptors.parse` gives them, with torch's dtypes."""
+    return parse(data, run_bytes, _DTYPES)
 
 
 def copy_in(destination: torch.Tensor, placed: list[Placed], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -199,7 +117,7 @@ def view(run: Any, run_bytes: int, placed: Placed) -> torch.Tensor:
 
 def bit_clone(source: torch.Tensor) -> torch.Tensor:
     """A copy, bit for bit, whatever its dtype: with the same strides if the tensor is dense, else contiguous."""
-    if not source.is_contiguous() and not _is_dense(tuple(source.shape), tuple(source.stride())):
+    if not source.is_contiguous() and not is_dense(tuple(source.shape), tuple(source.stride())):
         clone = torch.empty(source.shape, dtype=source.dtype, device=source.device)
         bit_copy(clone, source)
         return clone
@@ -254,8 +172,8 @@ def _copy(destination: torch.Tensor, tensor: Placed, source: torch.Tensor) -> No
     if source.is_conj() or source.is_neg():
         destination.view(tensor.dtype).as_strided(tensor.shape, tensor.strides).copy_(source)
     elif _same_layout(tensor, source.stride()):
-        numel = tensor.nbytes // tensor.dtype.itemsize
-        flat, widest = source.as_strided((numel,), (1,)), _widest(source, tensor.nbytes)
+        n_elements = tensor.nbytes // tensor.dtype.itemsize
+        flat, widest = source.as_strided((n_elements,), (1,)), _widest(source, tensor.nbytes)
         destination.view(widest).copy_(flat.view(widest))
     else:
         bit_copy(destination.view(tensor.dtype).as_strided(tensor.shape, tensor.strides), source)
@@ -276,17 +194,17 @@ def _same_layout(tensor: Placed, strides: tuple[int, ...]) -> bool:
 
 def _described(name: str, source: Any) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]:
     if isinstance(source, Spec):
-        return source.dtype, source.shape, _contiguous(source.shape)[0]
+        return source.dtype, source.shape, contiguous(source.shape)[0]
     _check_tensor(name, source)
     shape = tuple(source.shape)
-    contiguous = _checked_contiguous(shape, source.dtype)
+    in_order = _checked_contiguous(shape, source.dtype)
     if source.is_contiguous():
-        return source.dtype, shape, contiguous
+        return source.dtype, shape, in_order
     strides = tuple(source.stride())
-    if not _is_dense(shape, strides):
-        return source.dtype, shape, contiguous
-    numel = source.numel()
-    return source.dtype, shape, tuple(min(stride, numel) for stride in strides)  # only a size of 1 can have more
+    if not is_dense(shape, strides):
+        return source.dtype, shape, in_order
+    most = source.numel()
+    return source.dtype, shape, tuple(min(stride, most) for stride in strides)  # only a size of 1 can have more
 
 
 def _check_tensor(name: str, source: Any) -> None:
@@ -338,8 +256,8 @@ def _checked_shape(shape: Any) -> tuple[int, ...]:
         raise InvalidTensor(f"shape {shape!r} is not a row of integers") from None
     if any(size < 0 for size in sizes) or any(isinstance(size, bool) for size in shape):
         raise InvalidTensor(f"shape {shape!r} has a size that is negative or a bool")
-    if len(sizes) > _MAX_DIMS:
-        raise InvalidTensor(f"a shape of {len(sizes)} dimensions, more than {_MAX_DIMS}")
+    if len(sizes) > MAX_DIMS:
+        raise InvalidTensor(f"a shape of {len(sizes)} dimensions, more than {MAX_DIMS}")
     return sizes
 
 
@@ -348,80 +266,14 @@ def _check_name(name: Any) -> None:
         n_bytes = len(str.encode(name))
     except (TypeError, UnicodeEncodeError):
         raise InvalidTensor(f"tensor name {name!r} is no valid str") from None
-    if not 1 <= n_bytes <= _MAX_NAME_BYTES:
-        raise InvalidTensor(f"tensor name {name[:40]!r} of {n_bytes} bytes: 1 to {_MAX_NAME_BYTES} are possible")
+    if not 1 <= n_bytes <= MAX_NAME_BYTES:
+        raise InvalidTensor(f"tensor name {name[:40]!r} of {n_bytes} bytes: 1 to {MAX_NAME_BYTES} are possible")
 
 
 # ---------------------------------------------------------------- shapes
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-    """Contiguous strides as torch gives them, and the elements spanned, a size of 0 counted as 1."""
-    strides = []
-    span = 1
-    for size in reversed(shape):
-        strides.append(span)
-        span *= size or 1
-    return tuple(reversed(strides)), span
-
-
 def _checked_contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
-    strides, span = _contiguous(shape)
-    if span * dtype.itemsize >= _LIMIT:
+    strides, span = contiguous(shape)
+    if span * dtype.itemsize >= LIMIT:
         raise InvalidTensor(f"shape {shape} of {dtype} takes 2**63 bytes or more")
     return strides
-
-
-def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """True if the elements fill their span without gap or overlap, the dimensions taken in some order."""
-    span = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
-        if stride != span:
-            return False
-        span *= size
-    return True
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel
-
-
-def _padded(n_bytes: int) -> int:
-    return -(-n_bytes // 8) * 8
-
-
-def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Elements from the first to the last of a tensor that has any."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-
-
-def _checked_layout(code: int, shape: tuple[int, ...], strides: tuple[int, ...], nbytes: int,
-                    region: int) -> torch.dtype:
-    """The dtype of a decoded tensor whose shape, strides and bytes agree."""
-    dtype, itemsize = _DTYPES.get(code) or _lacking(code)
-    contiguous, span = _contiguous(shape)
-    numel = 0 if 0 in shape else span
-    if span * itemsize >= _LIMIT or nbytes != numel * itemsize:
-        raise SegmentBroken(f"a tensor of shape {shape} and {itemsize}-byte elements claims {nbytes} bytes")
-    if region != IN_RUN and numel:
-        if _span(shape, strides) * itemsize >= _LIMIT:
-            raise SegmentBroken(f"a tensor of shape {shape} with strides {strides}, which spans 2**63 bytes or more")
-    elif strides != contiguous and not (numel and max(strides) <= numel and _is_dense(shape, strides)):
-        raise SegmentBroken(f"a tensor of shape {shape} with strides {strides}, which is not dense")
-    return dtype
-
-
-def _lacking(code: int) -> tuple[torch.dtype, int]:
-    if code in _NAMES:
-        hint = "run the same torch in all processes of one segment"
-        raise FormatMismatch(f"torch {torch.__version__} has no {_NAMES[code]}", hint=hint)
-    raise SegmentBroken(f"dtype code {code} is unknown")
-
-
-def _decoded_name(blob: bytes, at: int, n_bytes: int) -> str:
-    try:
-        return blob[at : at + n_bytes].decode()
-    except UnicodeDecodeError:
-        raise SegmentBroken("a tensor name that is no UTF-8") from None

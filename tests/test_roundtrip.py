@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shmkv
-from shmkv.tensors import DTYPE_CODES
+from shmkv.descriptors import DTYPE_CODES
 
 DTYPES = [getattr(torch, name) for name in DTYPE_CODES if hasattr(torch, name)]
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shmkv import tensors
+from shmkv.descriptors import DTYPE_CODES, DTYPES, Placed
 from shmkv.errors import FormatMismatch, InvalidTensor, SegmentBroken, TransportUnavailable
-from shmkv.tensors import DTYPE_CODES, Placed, Spec, copy_in, decode, encode, place, view
+from shmkv.tensors import Spec, copy_in, decode, encode, place, view
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
@@ -470,3 +471,8 @@ def test_a_dtype_of_a_newer_torch_is_named(monkeypatch):
     struct.pack_into("=Q", blob, 16, 10**6)
     with pytest.raises(SegmentBroken, match="1000000"):
         decode(bytes(blob), 279)
+
+
+def test_the_bytes_per_element_that_are_known_without_torch_are_torchs():
+    for name, nbytes in DTYPES.values():
+        assert nbytes == getattr(torch, name).itemsize if hasattr(torch, name) else nbytes >= 1, name

@@ -32,10 +32,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..descriptors import ALIGNMENT_BYTES, IN_RUN, Placed
 from ..driver import GRANULE_BYTES, Driver
 from ..errors import SegmentBroken
 from ..segment import log
-from ..tensors import ALIGNMENT_BYTES, IN_RUN, Placed, bit_copy, check_fits, is_flat, plain
+from ..tensors import bit_copy, check_fits, is_flat, plain
 from . import Mapped
 from .dlpack import byte_tensor
 
