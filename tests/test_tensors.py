@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shmkv import tensors
-from shmkv.descriptors import DTYPE_CODES, DTYPES, Placed
+from shmkv import descriptors, tensors
+from shmkv.descriptors import DTYPE_CODES, Placed
 from shmkv.errors import FormatMismatch, InvalidTensor, SegmentBroken, TransportUnavailable
 from shmkv.tensors import Spec, copy_in, decode, encode, place, view
 
@@ -474,5 +474,5 @@ def test_a_dtype_of_a_newer_torch_is_named(monkeypatch):
 
 
 def test_the_bytes_per_element_that_are_known_without_torch_are_torchs():
-    for name, nbytes in DTYPES.values():
+    for name, nbytes in descriptors.DTYPES.values():
         assert nbytes == getattr(torch, name).itemsize if hasattr(torch, name) else nbytes >= 1, name

@@ -31,7 +31,7 @@ FLOORS = {
     "buffer": 12,
     "opening": 13,
     FACE: 14,
-    "testing": 15,
+    "testing": 15, "inspector": 15,
 }
 """A module imports only from floors below its own; adapters and kits live above the face."""
 
@@ -40,7 +40,7 @@ SIBLINGS: dict[tuple[str, str], str] = {}
 
 PROTOCOLS = ("segment", "sync", "peers", "signals", "entries", "leases", "store", "recovery", "starvation", "residue",
              "regions", "transport.host", "transport.cuda_ipc", "transport.nccl", "transport.mailbox",
-             "fetch")
+             "fetch", "inspector")
 SECTIONS = ("What", "States", "Guarantees", "Not guaranteed", "If a party dies here", "Sync points", "Why not")
 
 TORCH_USERS = ("tensors", "transport.*", "fetch", "devices", "vllm", "hf", "simple_buffer")
@@ -50,6 +50,7 @@ SYSTEM_EXCEPTIONS = {
     ("journal", "os.getpid"): "an event names its actor",
     ("transport.nccl", "os.environ"): "process groups read their options there",
     ("session", "os.getpid"): "a process registers its end once",
+    ("inspector", "os"): "reads files without attaching to them",
     ("residue", "os"): "works on files without attaching to them",
     ("residue", "fcntl"): "takes the lock of a file without attaching to it",
 }
