@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from . import recovery, segment, starvation, sync, tensors
-from .devices import DeviceOptions, Devices, Placement, Registered
+from .devices import DeviceOptions, Devices, OwnerGone, Placement, Registered
 from .driver import uuid_text
 from .entries import EntryState, meta_parts
 from .errors import ArenaFull, InvalidArgument, ShmkvError, TimedOut, TooLarge
@@ -264,11 +264,19 @@ class KVBuffer(Single):
                 timeout: float | None, readonly: bool, copy: bool, stream: Any) -> Hit | Miss:
         session, until = self._session, sync.deadline(timeout)
         session.check()
-        store = session.store
         _check_choice("match", match, MATCHES)
         if isinstance(min_tokens, bool) or not isinstance(min_tokens, int) or min_tokens < 1:
             raise InvalidArgument(f"min_tokens={min_tokens!r} is not a whole number >= 1")
         wanted = key(tokens, roi=roi, namespace=namespace)
+        while True:
+            try:
+                return self._look_up(kind, wanted, match, min_tokens, timeout, until, readonly, copy, stream)
+            except OwnerGone:  # its entries go when it is buried; then there may be another, or none
+                session.run(session.store.bury_dead, sync.deadline(INSERT_TIMEOUT_S))
+
+    def _look_up(self, kind: LeaseKind, wanted: Key, match: str, min_tokens: int, timeout: float | None, until: int,
+                 readonly: bool, copy: bool, stream: Any) -> Hit | Miss:
+        session, store = self._session, self._session.store
         hit = Hit(session, self._transport, READONLY if readonly or copy else PRIVATE)
 
         def claim() -> Grant | None:

@@ -76,6 +76,10 @@ class DeviceOptions(NamedTuple):
         return self
 
 
+class OwnerGone(TransportUnavailable):
+    """The device memory of an entry went with its process: the entry is one of the past."""
+
+
 class Placement(NamedTuple):
     """Where an entry's tensors go, and who brings them there."""
 
@@ -115,6 +119,7 @@ class Devices:
         self._service: Service | None = None
         self._fetcher = Fetcher(session)
         self._pinned = 0
+        self._unmapped = False
         if options.capacity:
             self._make_arena(options.capacity, options.publish)
 
@@ -248,7 +253,7 @@ class Devices:
         if not peer_copy:
             return CudaTransport(driver, memories, number), run, placed
         copies, nbytes = packed(placed, grant.run_bytes)
-        buffer = device_buffer(driver, ordinal, max(1, nbytes))
+        buffer = device_buffer(driver, ordinal, max(1, nbytes), number)
         for source, copy in zip(placed, copies, strict=True):
             copy_pieces(driver, ordinal, memories, run, source, copy, buffer.address, number)
         driver.wait(ordinal, number)
@@ -278,7 +283,7 @@ class Devices:
         number = stream_of(driver, ordinal, stream)
         self._pin(driver, ordinal)
         self._keep()
-        buffer = device_buffer(driver, ordinal, max(1, nbytes))
+        buffer = device_buffer(driver, ordinal, max(1, nbytes), number)
         if nbytes:
             driver.copy(ordinal, buffer.address, brought.address, nbytes, number)
             driver.wait(ordinal, number)
@@ -312,10 +317,15 @@ class Devices:
         wanted = {0: grant.region - 1} if grant.region != IN_PLACE else {
             tensor.region: tensor.region - 1 for tensor in placed if tensor.nbytes}
         infos = {region: regions.info(index) for region, index in wanted.items()}
-        if any(regions.state(index) != RegionState.OPEN for index in wanted.values()):
-            raise TransportUnavailable(f"entry {grant.sequence} lay in device memory of a process that is gone",
-                                       hint="compute it again")
+        for info in infos.values():
+            ours = self._key(info.index, info.generation) in _local
+            if regions.state(info.index) != RegionState.OPEN or not (ours or self._lives(info.peer)):
+                raise OwnerGone(f"entry {grant.sequence} lay in device memory of a process that is gone",
+                                hint="compute it again")
         return infos
+
+    def _lives(self, peer: int) -> bool:
+        return peer < self._session.tables.peers.count and self._session.tables.peers.alive(peer)
 
     def _reach(self, driver: Driver, info: RegionInfo, ordinal: int) -> Memory:
         own = _local.get(self._key(info.index, info.generation))
@@ -353,6 +363,9 @@ class Devices:
             self._mapped.pop((index, generation), None)
             if session.tables.regions.info(index).generation == generation:
                 session.tables.regions.set_mapped(index, session.index, 0)
+                if self._keeper is not None:
+                    self._unmapped = True
+                    self._keeper.wake()
 
     # ------------------------------------------------------------ how
 
@@ -384,6 +397,8 @@ class Devices:
         regions = {0: region - 1} if region != IN_PLACE else {
             tensor.region: tensor.region - 1 for tensor in placed if tensor.nbytes}
         owns = {number: self._own(index) for number, index in regions.items()}
+        for own in owns.values():
+            self._pin(drivers.find(), own.memory.ordinal)
         event = next((own.event.event for own in owns.values() if own.event is not None), None)
         return drivers.find(), {number: own.memory for number, own in owns.items()}, tables.entries.run(slot), event
 
@@ -404,6 +419,8 @@ class Devices:
         if self._keeper is None:
             self._session.device_side = self
             self._keeper = Keeper(self.finish, self._look, lambda: bool(self._openings))
+        else:
+            self._keeper.wake()  # it sleeps without end when there was nothing
 
     def _look(self) -> None:
         """Let go of the regions whose owner has left or died."""
@@ -413,20 +430,18 @@ class Devices:
         for ordinal, index, generation in list(self._openings):
             info = tables.regions.info(index)
             if tables.regions.state(index) == RegionState.OPEN and info.generation == generation:
-                if tables.peers.alive(info.peer):
+                if self._lives(info.peer):
                     continue
                 self._session.run(self._session.store.bury_dead, sync.deadline(1))
             gone.append((ordinal, index, generation))
-        if not gone:
-            return
-        freed = sum(self._openings[key].nbytes for key in gone)
-        log.info("letting go of %d B of device memory: its owner is gone", freed)
-        for key in gone:
-            self._openings.pop(key, None)
-        self._session.run(self._reap, sync.deadline(1))
-
-    def _reap(self) -> None:
-        self._session.store.reap_regions()
+        dropped = [self._openings.pop(key, None) for key in gone]
+        if dropped:
+            freed = sum(opened.nbytes for opened in dropped if opened is not None)
+            log.info("letting go of %d B of device memory: its owner is gone", freed)
+        dropped.clear()
+        if gone or self._unmapped:
+            self._unmapped = False
+            self._session.run(self._session.store.reap_regions, sync.deadline(1))
 
     def _note_refusal(self, infos: dict[int, RegionInfo], error: CudaError) -> None:
         self._say_once(f"device memory of another process could not be opened: {error}")

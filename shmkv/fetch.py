@@ -348,7 +348,8 @@ class Service:
             payload = torch.empty(nbytes, dtype=torch.uint8)
             address, device = payload.data_ptr(), payload.device
         else:
-            buffer = device_buffer(driver, next(iter(memories.values())).ordinal, max(1, nbytes))
+            ordinal = next(iter(memories.values())).ordinal
+            buffer = device_buffer(driver, ordinal, max(1, nbytes), self._stream(driver, ordinal))
             payload, address = buffer.keeps[:nbytes], buffer.address
             device = payload.device
         if nbytes:

@@ -143,7 +143,7 @@ class Store:
         try:
             return attempt()
         except TableFull:
-            if not self.bury_dead():
+            if not self.bury_dead() and not self.reap_regions():
                 raise
             return attempt()
 
@@ -408,9 +408,9 @@ class Store:
         self.words[at + Entry.holders] += 1
         return True
 
-    def reap_regions(self) -> None:
-        """Free the records of regions that are gone, which nobody has mapped and no entry names."""
-        regions, words = self.tables.regions, self.words
+    def reap_regions(self) -> bool:
+        """Free the records of regions that are gone, which nobody has mapped and no entry names; whether any was."""
+        regions, words, reaped = self.tables.regions, self.words, False
         for index in regions.used(RegionState.GONE):
             info = regions.info(index)
             at = self.tables.peers.at(info.peer)
@@ -420,6 +420,8 @@ class Store:
                     unregistered or not self._lying_with(info.peer, info.peer_generation)):
                 self._mutate()
                 regions.free(index)
+                reaped = True
+        return reaped
 
     def end_regions(self, peer: int) -> None:
         """The device memory of a peer goes: its regions are GONE, and so are the entries that lie there."""

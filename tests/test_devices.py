@@ -843,3 +843,61 @@ def test_a_forked_child_ends_nothing_of_its_parents_device_side(kv_buffer, gpu_s
     gpu_spawn(fork_with_a_view, kv_buffer.name).result()
     done.open()
     producer.result()
+
+
+# ---------------------------------------------------------------- one owner after the other
+
+def outlive_two(name, held, first_gone, second_gone):
+    with shmkv.attach(name) as buffer:
+        buffer.select([1, 2, 3]).release()
+        held.open()
+        first_gone.wait()
+        eventually(lambda: not buffer.stats().regions)
+        time.sleep(0.6)  # nothing is looked after now
+        with buffer.select([1, 2, 3], timeout=20) as hit:
+            key = hit["key"]
+        open(held.path + "2", "w").close()
+        second_gone.wait()
+        eventually(lambda: [region.state for region in buffer.stats().regions] == ["gone"])
+        assert same_bits(key, BASE["key"])
+        del key, hit
+        gc.collect()
+        eventually(lambda: not buffer.stats().regions)
+
+
+def test_the_second_owner_is_looked_after_like_the_first(kv_buffer, gpu_spawn, gates):
+    ready, done, held, first_gone = gates
+    second_gone, ready_again = Gate(held.path + "second"), Gate(ready.path + "again")
+    first = gpu_spawn(owner, kv_buffer.name, ready, done)
+    ready.wait()
+    consumer = gpu_spawn(outlive_two, kv_buffer.name, held, first_gone, second_gone)
+    held.wait()
+    first.kill()
+    first_gone.open()
+    second = gpu_spawn(owner, kv_buffer.name, ready_again, done)
+    Gate(held.path + "2").wait()
+    second.kill()
+    second_gone.open()
+    consumer.result()
+
+
+def miss_the_dead(name, held, killed):
+    with shmkv.attach(name) as buffer:
+        view = buffer.select([1, 2, 3])["key"]
+        held.open()
+        killed.wait()
+        miss = buffer.drop_select([1, 2, 3])
+        assert not miss, "memory of a dead process was handed out"
+        del view
+
+
+@pytest.mark.parametrize("switches", [{}, {"EMUCUDA_IPC": "0"}])
+def test_what_lay_with_the_dead_is_a_miss_at_once(kv_buffer, gpu_spawn, gates, switches):
+    ready, done, held, killed = gates
+    producer = gpu_spawn(owner, kv_buffer.name, ready, done)
+    ready.wait()
+    consumer = gpu_spawn(miss_the_dead, kv_buffer.name, held, killed, **switches)
+    held.wait()
+    producer.kill()
+    killed.open()
+    consumer.result()

@@ -69,6 +69,8 @@ def main() -> int:
     unknown = [name for name in names if name not in SECTIONS]
     if unknown:
         return complain(f"there is no section {unknown[0]!r}; there are: {', '.join(SECTIONS)}")
+    if not PROGRAM.exists():
+        return complain("it is run from a checkout: python tools/gpu_check.py")
     sys.path.insert(0, str(ROOT))
     try:
         machine = facts()

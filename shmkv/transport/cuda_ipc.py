@@ -279,11 +279,12 @@ def copy_pieces(driver: Driver, ordinal: int, memories: Mapping[int, Memory], ru
         driver.copy(ordinal, target + copy.offset + copy_start, at + start, nbytes, stream)
 
 
-def device_buffer(driver: Driver, ordinal: int, nbytes: int) -> Memory:
-    """Memory of this process for a copy: from torch's allocator, where torch can see the device."""
+def device_buffer(driver: Driver, ordinal: int, nbytes: int, stream: int) -> Memory:
+    """Memory of this process for a copy made on this stream: from torch's allocator, where torch can see the device."""
     if driver.emulated:
         return Allocation(driver, ordinal, nbytes).memory()
-    tensor = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{ordinal}")
+    with torch_stream(driver, ordinal, stream):  # what was freed on another stream may still be in use there
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{ordinal}")
     return Memory(ordinal, tensor.data_ptr(), nbytes, tensor)
 
 
@@ -305,6 +306,8 @@ def torch_stream(driver: Driver, ordinal: int, stream: int) -> Any:
     """A context in which torch works behind what is on the stream."""
     if driver.emulated:
         return _Settled(driver, ordinal, stream)
+    if not stream:  # ExternalStream(0) is another stream than the default one
+        return torch.cuda.stream(torch.cuda.default_stream(ordinal))
     return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=ordinal))
 
 

@@ -1,7 +1,7 @@
 """What the sections of the check have in common: rows, children, device tensors, bits, clocks.
 
-Under the emulated driver torch sees device memory by its host alias, and there is no torch.cuda: `on_device` and `settle`
-are the two places where that makes a difference.
+Under the emulated driver torch sees device memory by its host alias, and there is no torch.cuda: `on_device` and
+`settle` are the two places where that makes a difference.
 """
 
 from __future__ import annotations
@@ -192,6 +192,11 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
         tensor = torch.view_as_real(tensor)
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.view(integers[tensor.dtype.itemsize]).contiguous().cpu()
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """Its bytes, to be sent: a tensor in a pipe would have its storage moved."""
+    return bits(tensor).numpy().tobytes()
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
