@@ -157,6 +157,7 @@ def test_neither_the_import_nor_host_tensors_initialise_cuda():
 # ---------------------------------------------------------------- every path
 
 PATHS = {
+    "host": {},
     "local": {},
     "cuda_ipc": {},
     "cuda_peer": {"device": "cuda:1"},
@@ -228,6 +229,10 @@ def test_every_path_shows_what_went_in_for_as_long_as_it_is_looked_at(kv_buffer,
     ready, done, *_ = gates
     if path == "local":
         assert gpu_spawn(own_and_look, kv_buffer.name).result()[1] == 0
+        return
+    if path == "host":
+        kv_buffer.insert([1, 2, 3], BASE)
+        assert gpu_spawn(look, kv_buffer.name, path, {}).result() == (0, 0)
         return
     producer = gpu_spawn(owner, kv_buffer.name, ready, done)
     ready.wait()
