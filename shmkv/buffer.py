@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from . import recovery, segment, starvation, sync, tensors
-from .devices import DeviceOptions, Devices, OwnerGone, Placement, Registered
+from .devices import DeviceOptions, Devices, Placement
 from .driver import uuid_text
 from .entries import EntryState, meta_parts
 from .errors import ArenaFull, InvalidArgument, ShmkvError, TimedOut, TooLarge
@@ -18,6 +18,8 @@ from .handles import Hit, Miss, Reserved, Single
 from .keys import Key, key
 from .layout import META_UNIT_BYTES, PAGE_BYTES, Counter, Entry, Ladder, Lease, Peer
 from .leases import LeaseKind, Outcome
+from .openings import OwnerGone
+from .owned import Registered
 from .peers import Place, WaitKind
 from .regions import IN_PLACE, RegionKind, RegionState
 from .session import Session
@@ -79,7 +81,7 @@ class KVBuffer(Single):
         reserved = self._reserve(tokens, kv, roi, namespace, ttl, timeout, on_full, stream, copy=True)
         slot = reserved.slot_in_place
         if slot is not None:
-            self._devices.keep(reserved.sequence, slot, kv)
+            self._devices.owned.keep(reserved.sequence, slot, kv)
         return reserved.seal()
 
     def reserve(self, tokens: Any, kv: Mapping[str, Spec | torch.Tensor], *, roi: Any = None,
@@ -104,7 +106,7 @@ class KVBuffer(Single):
         Raises InvalidTensor if it is no CUDA tensor, TableFull if `registrations=` are used up.
         """
         self._session.check()
-        return self._devices.register(tensor)
+        return self._devices.owned.register(tensor, self._devices.ordinal_of(tensor))
 
     def released(self, timeout: float | None = 0.0) -> list[int]:
         """The entries inserted in place whose bytes may be reused, since the last call, by `sequence`.
@@ -113,8 +115,8 @@ class KVBuffer(Single):
         """
         self._session.check()
         until = sync.deadline(timeout)
-        while not (free := self._devices.released()) and not sync.passed(until):
-            self._session.wait(lambda place: self._devices.any_released() or None, until,
+        while not (free := self._devices.owned.released()) and not sync.passed(until):
+            self._session.wait(lambda place: self._devices.owned.any_released() or None, until,
                                lambda place: place.announce(WaitKind.SIGNAL, until))
         return free
 
@@ -171,7 +173,12 @@ class KVBuffer(Single):
     def stats(self) -> Stats:
         """Sizes, occupancy and counters, consistent with each other."""
         self._session.sweep()
-        return self._session.run(lambda: _stats(self._session.tables), sync.deadline(INSERT_TIMEOUT_S))
+
+        def look() -> Stats:
+            self._session.store.bury_dead()
+            return _stats(self._session.tables)
+
+        return self._session.run(look, sync.deadline(INSERT_TIMEOUT_S))
 
     def problems(self) -> list[str]:
         """Each way in which the segment contradicts itself; [] when it is sound."""
@@ -215,7 +222,7 @@ class KVBuffer(Single):
         self._session.check()
         _check_choice("on_full", on_full, ON_FULL)
         until = sync.deadline(timeout)
-        placement = self._devices.place(kv, *tensors.place(kv), copy, stream)
+        placement = self._devices.place(kv, *tensors.place(kv), copy, stream, until)
         placed = placement.placed
         request = _request(key(tokens, roi=roi, namespace=namespace), placement, ttl)
         self._refuse_oversized(request)
@@ -252,7 +259,7 @@ class KVBuffer(Single):
     def _refuse_oversized(self, request: Request) -> None:
         geometry = self._session.tables.layout.geometry
         meta_bytes = -(-request.meta_bytes // META_UNIT_BYTES) * META_UNIT_BYTES
-        capacity = self._devices.arena_bytes(request.region) if request.region else geometry.arena_bytes
+        capacity = self._devices.arena_bytes() if request.region else geometry.arena_bytes
         if request.run_bytes > capacity:
             raise TooLarge(f"the tensors need a run of {request.run_bytes} B, the arena has {capacity} B",
                            hint=f"raise {'device_capacity' if request.region else 'capacity'}= in shmkv.create()")
@@ -415,7 +422,7 @@ def _region(tables: Tables, index: int) -> RegionStats:
 def _no_room(tables: Tables, request: Request, timeout: float | None, at_once: bool) -> ShmkvError:
     """What is short, in the words of create(): the error an insert raises. Nothing was changed."""
     tables.count(Counter.timeouts)
-    arena, meta, leases = tables.arena_of(request.region), tables.meta, tables.leases
+    meta, leases = tables.meta, tables.leases
     if not tables.entries.free_count():
         text, hint = f"all {tables.entries.count} slots hold entries", "raise slots= in shmkv.create()"
     elif not leases.n_free():
@@ -425,6 +432,7 @@ def _no_room(tables: Tables, request: Request, timeout: float | None, at_once: b
                 f"{meta.largest_bytes} B of them in one piece")
         hint = "raise meta_capacity= in shmkv.create()"
     else:
+        arena = tables.arena_of(request.region)
         text = (f"the tensors need {request.run_bytes} B, {arena.free_bytes} B are free, "
                 f"{arena.largest_bytes} B of them in one piece")
         knob = "device_capacity" if request.region else "capacity"
@@ -445,7 +453,7 @@ def _request(wanted: Key, placement: Placement, ttl: float | None) -> Request:
     meta_bytes = meta_parts(len(wanted.data), roi_tokens, len(descriptors))[2]
     return Request(wanted, descriptors, len(placed), sum([tensor.nbytes for tensor in placed]), run_bytes,
                    max(1, round(ttl * 1e9)) if ttl is not None else 0, roi_tokens, meta_bytes, placement.region,
-                   placement.staged)
+                   placement.staged, placement.in_place)
 
 
 def _check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:

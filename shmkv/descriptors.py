@@ -164,6 +164,8 @@ def _checked_layout(kind: tuple[Any, int], shape: tuple[int, ...], strides: tupl
     if n_spanned * itemsize >= LIMIT or nbytes != n_elements * itemsize:
         raise SegmentBroken(f"a tensor of shape {shape} and {itemsize}-byte elements claims {nbytes} bytes")
     if region != IN_RUN and n_elements:
+        if any(size > 1 and not stride for size, stride in zip(shape, strides, strict=True)):
+            raise SegmentBroken(f"a tensor of shape {shape} with strides {strides}, whose elements share their places")
         if span(shape, strides) * itemsize >= LIMIT:
             raise SegmentBroken(f"a tensor of shape {shape} with strides {strides}, which spans 2**63 bytes or more")
     elif strides != in_order and not (n_elements and max(strides) <= n_elements and is_dense(shape, strides)):

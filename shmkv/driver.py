@@ -15,16 +15,18 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from .errors import InvalidArgument, StorageFull, TransportUnavailable
+from .errors import InvalidArgument, StorageFull, TimedOut, TransportUnavailable
 
 GRANULE_BYTES = 2 << 20
 """cuMemAlloc may serve less out of a shared 2 MiB block, and IPC would then share the neighbours too"""
 HANDLE_BYTES = 64
 DLPACK_CPU, DLPACK_CUDA = 1, 2
+_PAUSE_S, _PAUSE_MOST_S = 20e-6, 1e-3
 _LAZY_PEER_ACCESS = 1  # the only flag that cuIpcOpenMemHandle takes
 _DISABLE_TIMING, _INTERPROCESS = 2, 4
 
@@ -71,12 +73,13 @@ class Driver:
 
     def device(self, text: Any) -> Device:
         """The device named "cuda", "cuda:1", a torch.device, or a UUID as nvidia-smi prints it ("GPU-...")."""
-        name = str(text)
+        name = str(text)[:80]
         if name.startswith(("GPU-", "MIG-")):
             found = [device for device in self.devices if uuid_text(device.uuid).startswith("GPU-" + name[4:].lower())]
         else:
             kind, _, number = name.partition(":")
-            wanted = int(number) if number.isascii() and number.isdigit() else 0 if not number else -1
+            counts = number.isascii() and number.isdigit() and len(number) < 6
+            wanted = int(number) if counts else -1 if number else 0
             found = [device for device in self.devices if kind == "cuda" and device.ordinal == wanted]
         if len(found) != 1:
             known = ", ".join(f"cuda:{device.ordinal} = {uuid_text(device.uuid)}" for device in self.devices)
@@ -163,13 +166,43 @@ class Driver:
         with self._current(ordinal):
             self._call("cuMemcpyAsync", target, source, nbytes, stream)
 
-    def wait(self, ordinal: int, stream: int) -> None:
-        """Wait, on the host and without the GIL, until all that is on the stream now is done."""
+    def wait(self, ordinal: int, stream: int, until_ns: int) -> None:
+        """Wait until all that is on the stream now is done. Raises TimedOut: the work goes on then."""
+        mark, pause_s = self.mark(ordinal, stream), _PAUSE_S
+        while not self.is_past(ordinal, mark):
+            if time.monotonic_ns() >= until_ns:
+                raise TimedOut(f"stream {stream:#x} of cuda:{ordinal} still works",
+                               hint="raise timeout=, or find out what the device waits for")
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _PAUSE_MOST_S)
+
+    def mark(self, ordinal: int, stream: int) -> Any:
+        """An event behind all that is on the stream now, for `is_past`."""
         with self._current(ordinal):
             event = self._spare_event(ordinal)
             self._call("cuEventRecord", event, stream)
-            self._call("cuEventSynchronize", event)
-            self._events[ordinal].append(event)
+        return event
+
+    def is_past(self, ordinal: int, mark: Any) -> bool:
+        """Whether the device has come to a mark, which is used up then."""
+        with self._current(ordinal):
+            if not self._is_done("cuEventQuery", mark):
+                return False
+        self._events[ordinal].append(mark)
+        return True
+
+    def is_idle(self, ordinal: int, stream: int) -> bool:
+        """Whether all that was ever put on the stream is done."""
+        with self._current(ordinal):
+            return self._is_done("cuStreamQuery", stream)
+
+    def _is_done(self, query: str, what: Any) -> bool:
+        code = getattr(self._api, query)(what)[0]
+        if code == self._api.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        if code:
+            raise CudaError(query, self._api.CUresult(code).name)
+        return True
 
     def make_stream(self, ordinal: int) -> int:
         """A stream that does not wait for the default one; for as long as the process lives."""
@@ -259,11 +292,25 @@ class Driver:
 
 _driver: Driver | None = None
 _once = threading.Lock()
+after_fork: list[Callable[[], None]] = []
+"""what a forked child, which cannot use CUDA, is to forget"""
+
+
+def _forget() -> None:
+    global _once
+    _once = threading.Lock()
+    for forget in after_fork:
+        forget()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def find() -> Driver:
     """This process's driver, initialised on the first call. Raises TransportUnavailable, saying why there is none."""
     global _driver
+    if _driver is not None:  # without the lock: a signal handler may ask in the midst of it
+        return _driver
     with _once:
         if _driver is None:
             _driver = Driver()

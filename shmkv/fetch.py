@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
@@ -35,7 +36,7 @@ import torch
 from . import keys, sync
 from .driver import Driver
 from .entries import meta_parts
-from .errors import ClosedError, SegmentBroken, ShmkvError, TimedOut, TooLarge, TransportUnavailable
+from .errors import ClosedError, SegmentBroken, ShmkvError, TableFull, TimedOut, TooLarge, TransportUnavailable
 from .layout import PAGE_BYTES, Entry, Lease, Peer
 from .leases import Hold, Outcome
 from .peers import Place, WaitKind
@@ -51,6 +52,7 @@ from .transport.nccl import Link
 FETCH_TIMEOUT_S = 10.0
 """how long the owner may take, also where the look-up itself was not to wait"""
 END_TIMEOUT_S = 5.0
+_NONSENSE = (LookupError, ValueError, OverflowError, TypeError)
 _SCRATCH = keys.key([0], namespace={"shmkv": "scratch"})
 
 
@@ -77,12 +79,8 @@ class Brought:
     def views(self, run: tuple[int, int], placed: Sequence[Placed], how: str, mapped: Mapped,
               when_gone: Callable[[weakref.ref], object]) -> dict[str, torch.Tensor]:
         window = Window.at(self.address, run[1], self._keeps)
-        self._keeps = None
         mapped.watch(window, when_gone)
         return {tensor.name: view(window, run[1], tensor) for tensor in placed}
-
-    def let_go(self) -> None:
-        self._keeps = None
 
 
 # ---------------------------------------------------------------- the consumer
@@ -121,8 +119,11 @@ class Scratch:
 class Fetcher:
     def __init__(self, session: Session):
         self._session = session
-        self._links: dict[tuple[int, int], tuple[Link, Scratch]] = {}
-        self._linking = threading.Lock()
+        self._links: dict[tuple[int, int], tuple[Link, Scratch]] = {}  # by owner
+        self._turns: dict[tuple[int, int], threading.Lock] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._links)
 
     def staged(self, hold: Hold, owner: tuple[int, int], nbytes: int, until: int) -> Brought:
         """Have the owner (peer, generation) copy the entry of this lease into the payload arena."""
@@ -135,7 +136,10 @@ class Fetcher:
              buffer: torch.Tensor) -> None:
         """Have the owner send the entry of this lease into `buffer` (uint8, 1-D), over a link that is made once."""
         until = max(until, sync.deadline(FETCH_TIMEOUT_S))
-        with self._linking:
+        turn = self._turns.setdefault(owner, threading.Lock())
+        if not turn.acquire(timeout=max(0.0, (until - time.monotonic_ns()) / 1e9)):
+            raise TimedOut("the link with the owner of the entry's device memory was busy all the time")
+        try:
             link, scratch, is_new = self._link(owner, backend, buffer.device, until)
             try:
                 self._ask(hold, owner, scratch, until, {Ask.SERVING, Ask.SERVED})
@@ -146,6 +150,17 @@ class Fetcher:
                 self._links.pop(owner, None)
                 link.close()
                 raise
+        finally:
+            turn.release()
+
+    def sweep(self) -> None:
+        """Let go of the links with owners that are gone."""
+        for owner in list(self._links):
+            if not _is_open(self._session, owner):
+                known = self._links.pop(owner, None)
+                self._turns.pop(owner, None)
+                if known is not None:
+                    known[0].close()
 
     def close(self) -> None:
         links, self._links = self._links, {}
@@ -176,7 +191,7 @@ class Fetcher:
         def look(place: Place | None) -> int | None:
             if place is not None:
                 session.store.bury_dead()
-            if (words[peer + Peer.state], words[peer + Peer.generation]) != (1, owner[1]) or words[peer + Peer.closed]:
+            if not _is_open(session, owner):
                 return Ask.NONE
             answer = words[at + Lease.request]
             return answer if answer in enough or answer == Ask.REFUSED else None
@@ -199,11 +214,11 @@ class Fetcher:
 class Job:
     """One request in service."""
 
-    def __init__(self, session: Session, index: int, generation: int):
+    def __init__(self, session: Session, index: int, generation: int, peer: tuple[int, int] = (0, 0)):
         self.index, self.generation = index, generation
         self.lifeline = session.lifeline(self)
         self.lifeline.hold.outcome = Outcome.CONSUMED
-        self.path, self.slot, self.peer, self.scratch, self.scratch_generation = 0, 0, (0, 0), 0, 0
+        self.path, self.slot, self.peer, self.scratch, self.scratch_generation = 0, 0, peer, 0, 0
         self.scratch_at, self.scratch_bytes = 0, 0
         self.placed: list[Placed] = []
         self.run_bytes = 0
@@ -231,26 +246,29 @@ class Service:
                 jobs = self._session.wait(self._requests, forever,
                                           lambda place: place.announce(WaitKind.REQUEST, forever))
                 for job in jobs or ():
-                    if job.path == Path.NCCL:
+                    if job.index < 0:
+                        self._drop_link(job.peer)
+                    elif job.path == Path.NCCL:
                         threading.Thread(target=self._answer, args=(job,), name="shmkv-send", daemon=True).start()
                     else:
                         self._answer(job)
-                jobs = None
+                jobs = job = None
         except ClosedError:
             pass
         except ShmkvError as error:
             if not self._session.closed:
                 log.warning("no longer bringing device memory to those who cannot see it: %s", error)
         finally:
-            links, self._links = self._links, {}
-            for _, _, link, job in links.values():
-                link.close()
-                job.lifeline.drop_handle()
+            for peer in list(self._links):
+                self._drop_link(peer)
 
     def _requests(self, place: Place | None) -> list[Job] | None:
         """Under the lock: those who ask for an entry of ours, marked SERVING; None if there is none."""
         if place is not None:
             self._session.store.bury_dead()
+            gone = [peer for peer in self._links if not _is_open(self._session, peer)]
+            if gone:  # their links are closed outside the lock
+                return [Job(self._session, -1, peer[1], peer) for peer in gone]
         session, words, jobs = self._session, self._session.tables.words, []
         leases, entries, me = session.tables.leases, session.tables.entries, session.store.me
         for index in leases.held():
@@ -264,13 +282,17 @@ class Service:
             job = Job(session, index, words[at + Lease.held])
             job.slot, job.path = slot, words[at + Lease.path] & 0xFF
             job.peer = words[at + Lease.peer], words[at + Lease.peer_generation]
-            if self._take_scratch(job, words[at + Lease.scratch]):
-                words[at + Lease.request] = Ask.SERVING
-                session.store.news.ring(WaitKind.ANSWER, job.peer[0])
+            try:
+                taken = self._take_scratch(job, words[at + Lease.scratch])
+            except TableFull:
+                continue  # asked again soon
+            except (ShmkvError, *_NONSENSE) as error:
+                log.warning("a request of peer %d makes no sense: %s", job.peer[0], error)
+                taken = False
+            words[at + Lease.request] = Ask.SERVING if taken else Ask.REFUSED
+            session.store.news.ring(WaitKind.ANSWER, job.peer[0])
+            if taken:
                 jobs.append(job)
-            else:
-                words[at + Lease.request] = Ask.REFUSED
-                session.store.news.ring(WaitKind.ANSWER, job.peer[0])
         return jobs or None
 
     def _take_scratch(self, job: Job, scratch: int) -> bool:
@@ -302,8 +324,8 @@ class Service:
             else:
                 raise SegmentBroken(f"a request by path {job.path}")
             answer = Ask.SERVED
-        except ShmkvError as error:
-            log.warning("could not bring an entry of ours to peer %d: %s", job.peer[0], error)
+        except Exception as error:  # whatever it is, torch's out of memory too, the consumer is to hear of it
+            log.warning("could not bring an entry of ours to peer %d: %s: %s", job.peer[0], type(error).__name__, error)
             answer = Ask.REFUSED
         try:
             session.run(functools.partial(self._note, job, answer), sync.deadline(FETCH_TIMEOUT_S))
@@ -336,7 +358,7 @@ class Service:
             for source, copy in zip(job.placed, copies, strict=True):
                 copy_pieces(driver, ordinal, memories, run, source, copy, target, stream)
         finally:
-            driver.wait(ordinal, stream)
+            driver.wait(ordinal, stream, sync.deadline(FETCH_TIMEOUT_S))
 
     def _send(self, job: Job) -> bool:
         """Send the entry over the link with its consumer; whether the job's pin now belongs to a new link."""
@@ -360,20 +382,21 @@ class Service:
                 link.connect(until)
             link.send(job.index << 32 | job.generation & 0xFFFF_FFFF, [payload] if nbytes else [], until)
         except BaseException:
-            known = self._links.pop(job.peer, None)
-            link.close()
-            if known is not None:
-                known[3].lifeline.drop_handle()
+            self._drop_link(job.peer)
             raise
         return is_new
+
+    def _drop_link(self, peer: tuple[int, int]) -> None:
+        known = self._links.pop(peer, None)
+        if known is not None:
+            known[2].close()
+            known[3].lifeline.drop_handle()
 
     def _link(self, job: Job, backend: str, device: torch.device) -> tuple[Link, bool]:
         known = self._links.get(job.peer)
         if known is not None and known[:2] == (job.scratch, job.scratch_generation) and not known[2].broken:
             return known[2], False
-        if known is not None:
-            known[2].close()
-            known[3].lifeline.drop_handle()
+        self._drop_link(job.peer)
         memory = self._session.segment.memory[job.scratch_at:job.scratch_at + MAILBOX_BYTES]
         link = Link(Mailbox(memory, 0), 0, backend, device)
         self._links[job.peer] = job.scratch, job.scratch_generation, link, job
@@ -383,6 +406,12 @@ class Service:
         if ordinal not in self._streams:
             self._streams[ordinal] = driver.make_stream(ordinal)
         return self._streams[ordinal]
+
+
+def _is_open(session: Session, who: tuple[int, int]) -> bool:
+    """Whether this peer, of this generation, is attached and not about to leave."""
+    words, at = session.tables.words, session.tables.peers.at(who[0])
+    return (words[at + Peer.state], words[at + Peer.generation], words[at + Peer.closed]) == (1, who[1], 0)
 
 
 def backend_of(driver: Driver) -> str:

@@ -118,8 +118,11 @@ class Hit(Single, Mapping[str, "torch.Tensor"]):
         current at the look-up.
         """
         self._views()
+        number = getattr(stream, "cuda_stream", stream)
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 1 << 64:
+            raise InvalidArgument(f"stream={stream!r} is neither a torch.cuda.Stream nor the driver's number of one")
         for device, _ in self._lifeline.work():
-            self._lifeline.add_work(device, int(getattr(stream, "cuda_stream", stream)))
+            self._lifeline.add_work(device, number)
 
     def release(self, *, returned: bool = False) -> None:
         """Let go of the entry. Its bytes are reused when the last tensor derived from it is gone too. Idempotent.
@@ -207,7 +210,7 @@ class Hit(Single, Mapping[str, "torch.Tensor"]):
             views = transport.views(self._run, placed, self._how, lifeline.mapped(opening), lifeline.asked)
             if self._released:
                 raise ClosedError("this hit was released by another thread meanwhile")
-            self._tensors = views
+            self._tensors, self._transport = views, None  # the tensors keep what they need
         return self._tensors or {}
 
     def described(self) -> list[Placed]:

@@ -126,7 +126,7 @@ def _entry_problems(tables: Tables, slot: int, holders: int, writers: int, taker
         yield f"slot {slot}: DROPPED, but no lease pins it"
     if not 0 < words[at + Entry.sequence] < words[Header.next_sequence]:
         yield f"slot {slot}: sequence {words[at + Entry.sequence]} was never given out"
-    if words[at + Entry.payload_bytes] > words[at + Entry.run_bytes]:
+    if words[at + Entry.payload_bytes] > words[at + Entry.run_bytes] and words[at + Entry.region] != IN_PLACE:
         yield f"slot {slot}: {words[at + Entry.payload_bytes]} B of tensors in a run of {words[at + Entry.run_bytes]} B"
     if tables.entries.parts(slot)[2] > words[at + Entry.meta_bytes]:
         yield f"slot {slot}: key and descriptors exceed their {words[at + Entry.meta_bytes]} B"

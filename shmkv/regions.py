@@ -88,6 +88,8 @@ class Regions:
 
     def info(self, index: int) -> RegionInfo:
         words, at = self._words, self.at(index)
+        if words[at + Region.peer] >= self._n_peers:
+            raise SegmentBroken(f"region {index} is owned by peer {words[at + Region.peer]} of {self._n_peers}")
         handle = _bytes(words, at + Region.handle_0, 8) if words[at + Region.exported] else b""
         event = _bytes(words, at + Region.event_0, 8) if words[at + Region.published] else b""
         return RegionInfo(index, words[at + Region.generation], words[at + Region.kind], words[at + Region.peer],

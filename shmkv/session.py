@@ -140,14 +140,17 @@ class Session:
         self.sweep()
         for place in list(self._places):
             place.retire()
-        if self.device_side is not None:
-            self.device_side.leave()
         try:
-            self.enter(self.store.leave, sync.deadline(LEAVE_TIMEOUT_S))
+            try:
+                if self.device_side is not None:
+                    self.device_side.leave()
+            finally:
+                self.enter(self.store.leave, sync.deadline(LEAVE_TIMEOUT_S))
         except ShmkvError as error:
             log.warning("closed %r without taking leave, the others will find out: %s", self.segment.name, error)
         finally:
             self.lock.close()
+            _lingering.add(self)  # views alone would not keep us, and with us their leases would end
             self._left = True
             if not self._lifelines:
                 self._let_go()
@@ -156,9 +159,8 @@ class Session:
         """At an orderly exit of the process: nothing will look at a view again, so release all, then leave."""
         self.segment.unlink()
         for lifeline in list(self._lifelines):
-            if self.device_side is not None:
-                self.device_side.finish(lifeline.work())
-            self.released(lifeline)
+            if self.device_side is None or self.device_side.finish(lifeline.work()):
+                self.released(lifeline)
         self.close()
 
     def __del__(self) -> None:
@@ -172,6 +174,7 @@ class Session:
         if self._gone:
             return
         self._gone = True
+        _lingering.discard(self)
         if self.device_side is not None:
             self.device_side.end()
         self.store.me.end()
@@ -222,8 +225,8 @@ class DeviceSide(Protocol):
         """Call `then` once the devices have done this work; at once or from another thread."""
         ...
 
-    def finish(self, work: set[tuple[int, int]]) -> None:
-        """Return when the devices have done this work."""
+    def finish(self, work: set[tuple[int, int]]) -> bool:
+        """Wait a while for this work; whether the devices have done it."""
         ...
 
     def leave(self) -> None:
@@ -311,8 +314,8 @@ class Lifeline:
             return
         work, device_side = self.work(), self._session.device_side
         if work and device_side is not None:
+            device_side.drain(work, self._finish)  # asked twice, by an interrupt in between, it ends twice
             self._draining = True
-            device_side.drain(work, self._finish)
         else:
             self._finish()
 
@@ -323,6 +326,8 @@ class Lifeline:
         self._handle, self._mapped = None, []  # they refer back to this: leave no cycle for the collector
 
 
+_lingering: set[Session] = set()
+"""closed, but views still hold leases"""
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _registered_pid = 0
 

@@ -27,15 +27,16 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from . import eviction, recovery
+from .descriptors import parse
 from .entries import DROPPED, FREE, READY, RESERVED, TAKEN, meta_parts
-from .errors import ClosedError, SegmentBroken, ShmkvError, TableFull
+from .errors import ClosedError, InvalidArgument, SegmentBroken, ShmkvError, TableFull
 from .journal import EventKind
 from .keys import Key
 from .layout import Counter, Entry, Header, Ladder, Lease, Peer
 from .leases import Hold, LeaseKind, Outcome
 from .news import News, Ring
 from .peers import CONSUMER, PRODUCER, Attachment
-from .regions import RegionInfo, RegionKind, RegionState
+from .regions import IN_PLACE, RegionInfo, RegionKind, RegionState
 from .signals import SignalKind
 from .starvation import EARLY
 from .tables import Tables
@@ -62,6 +63,8 @@ class Request(NamedTuple):
     """in whose arena the run is to lie, as in `Entry.region`"""
     staged: int = 0
     """why device tensors are copied into the payload arena, as in `Lease.path`"""
+    in_place: tuple[tuple[int, int], ...] = ()
+    """the registered regions, with their generations, that the tensors lie in"""
 
 
 class Grant(NamedTuple):
@@ -210,6 +213,11 @@ class Store:
 
         `scratch`: the entry is for the peer's own use and never sealed; asking for it does not make a producer.
         """
+        regions = self.tables.regions
+        if any(regions.state(index) != RegionState.OPEN or regions.info(index).generation != generation
+               for index, generation in request.in_place):
+            raise InvalidArgument("a registered tensor was closed while its slices were being inserted",
+                                  hint="keep it registered until insert() has returned")
         if not scratch:
             self._play(PRODUCER)
         if not self.tables.has_room(request.run_bytes, request.meta_bytes, request.region) and not (
@@ -391,11 +399,26 @@ class Store:
             self.tables.arena_of(index + 1).rebuild([])
         return self.tables.regions.info(index)
 
-    def close_region(self, index: int) -> None:
-        """No new entry and no new mapping from now on; for one that no entry names any more."""
-        self._mutate()
-        self.tables.regions.mark_gone(index)
-        self.reap_regions()
+    def close_region(self, index: int, generation: int) -> list[int]:
+        """No new entry and no new mapping of this peer's registered tensor from now on; or, if entries still lie in
+        it, their sequences.
+        """
+        lying = [self._entries.sequence(slot) for slot in self._lying_with(self.me.index, self.me.generation)
+                 if self._names(slot, index + 1)]
+        info = self.tables.regions.info(index)
+        if not lying and (info.peer, info.peer_generation, info.generation) == (
+                self.me.index, self.me.generation, generation):
+            self._mutate()
+            self.tables.regions.mark_gone(index)
+            self.reap_regions()
+        return lying
+
+    def _names(self, slot: int, region: int) -> bool:
+        """Whether a tensor of this entry lies in place there."""
+        if self._entries.region(slot) != IN_PLACE:
+            return False
+        _, start, end = self._entries.parts(slot)
+        return any(tensor.region == region for tensor in parse(self.meta_of(slot)[start:end], 0))
 
     def pin(self, slot: int, generation: int, hold: Hold) -> bool:
         """Make `hold` a lease on an entry that others write; False if it is gone. Its run is not reused meanwhile."""
@@ -425,6 +448,7 @@ class Store:
 
     def end_regions(self, peer: int) -> None:
         """The device memory of a peer goes: its regions are GONE, and so are the entries that lie there."""
+        self._mutate()
         words, generation = self.words, self.words[self.tables.peers.at(peer) + Peer.generation]
         gone = self.tables.regions.owned_by(peer, generation)
         for index in gone:

@@ -22,6 +22,7 @@ from shmkv.testing import eventually
 from shmkv.transport import LADDER, WHY, Decision, Facts, Path, Reason, decide, decode_decision
 
 N = 64 << 10
+LATE_NS = 1 << 62
 HOLD_US = 3_600_000_000  # held until the delay is set to 0
 DTYPES = [dtype for dtype in (getattr(torch, name) for name in (
     "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128 float8_e4m3fn float8_e5m2 "
@@ -257,7 +258,7 @@ def late_producer(name, ready, reading, done, publish, forgetful=False):
         fill(cuda, source["x"], 7, stream)
         wait = driver.Driver.wait
         if forgetful:
-            driver.Driver.wait = lambda *_: None
+            driver.Driver.wait, driver.Driver.is_idle = lambda *_: None, lambda *_: True
         elif publish == "wait":
             threading.Timer(0.2, emulated.set_delay, [0]).start()
         buffer.insert([1], {"x": source["x"]}, stream=stream)
@@ -267,7 +268,7 @@ def late_producer(name, ready, reading, done, publish, forgetful=False):
         reading.wait()
         emulated.set_delay(0)
         done.wait()
-        wait(cuda, 0, stream)
+        wait(cuda, 0, stream, LATE_NS)
         source.abort()
         return done_before
 
@@ -290,7 +291,7 @@ def read_behind(name, reading, at_once, careless):
             if not at_once:
                 reading.open()
             cuda.copy(0, target.data_ptr(), cuda.device_address(hit["x"].data_ptr(), False), N, stream)
-            cuda.wait(0, stream)
+            cuda.wait(0, stream, LATE_NS)
         reading.open()
         return set(target.tolist())
 
@@ -339,7 +340,7 @@ def read_the_slow_one(name, reading, at_once):
             if not at_once:
                 reading.open()
             cuda.copy(0, target.data_ptr(), cuda.device_address(hit["x"].data_ptr(), False), N, stream)
-            cuda.wait(0, stream)
+            cuda.wait(0, stream, LATE_NS)
         reading.open()
         return set(target.tolist())
 
@@ -376,7 +377,7 @@ def slow_reader(name, done, again, forgetful):
         cuda = driver.find()
         stream, target = cuda.make_stream(0), cuda.allocate(0, 2 << 20)
         if forgetful:
-            driver.Driver.wait = lambda *_: None
+            driver.Driver.wait, driver.Driver.is_idle = lambda *_: None, lambda *_: True
         with buffer.drop_select([1], stream=stream) as hit:
             emulated.set_delay(HOLD_US)
             cuda.copy(0, target, cuda.device_address(hit["x"].data_ptr(), False), 1 << 20, stream)
@@ -416,7 +417,7 @@ def abort_amid_work(name):
         with buffer.reserve([3], spec, timeout=20) as entry:
             entry["x"].fill_(9)
         del entry
-        cuda.wait(0, stream)
+        cuda.wait(0, stream, LATE_NS)
         with buffer.select([3]) as hit:
             return set(hit["x"].tolist())
 

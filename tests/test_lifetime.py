@@ -341,3 +341,18 @@ def fail_at(owner, name):
         told.append(f"left behind: {stats}")
     buffer.close()
     return told
+
+
+def test_a_view_alone_keeps_its_lease(kv_buffer):
+    """Handle closed and gone, hit gone, garbage collected: nobody else may get the entry or its bytes."""
+    kv_buffer.insert([1], {"x": PAGE})
+    other = shmkv.attach(kv_buffer.name)
+    kept = other.drop_select([1])["x"]
+    other.close()
+    del other
+    gc.collect()
+    assert not kv_buffer.select([1], timeout=0) and kv_buffer.stats().held_leases == 1
+    assert kept.equal(PAGE)
+    del kept
+    gc.collect()
+    assert kv_buffer.stats().held_leases == 0 and kv_buffer.stats().counters["consumed"] == 1

@@ -26,12 +26,13 @@ FLOORS = {
     "eviction": 7, "recovery": 7, "news": 7, "starvation": 7,
     "transport.host": 8, "transport.cuda_ipc": 8, "transport.nccl": 8, "store": 8,
     "session": 9,
-    "handles": 10, "keeper": 10, "fetch": 10,
-    "devices": 11,
-    "buffer": 12,
-    "opening": 13,
-    FACE: 14,
-    "testing": 15, "inspector": 15,
+    "handles": 10, "keeper": 10, "fetch": 10, "openings": 10,
+    "owned": 11,
+    "devices": 12,
+    "buffer": 13,
+    "opening": 14,
+    FACE: 15,
+    "testing": 16, "inspector": 16,
 }
 """A module imports only from floors below its own; adapters and kits live above the face."""
 
@@ -43,7 +44,7 @@ PROTOCOLS = ("segment", "sync", "peers", "signals", "entries", "leases", "store"
              "fetch", "inspector")
 SECTIONS = ("What", "States", "Guarantees", "Not guaranteed", "If a party dies here", "Sync points", "Why not")
 
-TORCH_USERS = ("tensors", "transport.*", "fetch", "devices", "vllm", "hf", "simple_buffer")
+TORCH_USERS = ("tensors", "transport.*", "fetch", "owned", "devices", "vllm", "hf", "simple_buffer")
 SYSTEM = {"os", "fcntl", "ctypes", "mmap", "posix_ipc", "signal", "socket", "select", "resource"}
 SYSTEM_USERS = ("segment", "sync", "peers", "testing", "driver", "transport.dlpack")
 SYSTEM_EXCEPTIONS = {

@@ -25,6 +25,8 @@ and keeps counts in files of its own.
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,13 +34,19 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import sync
 from ..descriptors import ALIGNMENT_BYTES, IN_RUN, Placed
-from ..driver import GRANULE_BYTES, Driver
-from ..errors import SegmentBroken
+from ..driver import GRANULE_BYTES, CudaError, Driver, after_fork
+from ..errors import InvalidArgument, SegmentBroken
 from ..segment import log
 from ..tensors import bit_copy, check_fits, is_flat, plain
 from . import Mapped
 from .dlpack import byte_tensor
+
+FINISH_TIMEOUT_S = 60.0
+"""how long sealing a reserved entry may wait for the work that makes it"""
+MAX_PIECES = 4096
+"""a tensor in more pieces than this is copied into a run instead of staying in place"""
 
 
 class Memory(NamedTuple):
@@ -67,8 +75,8 @@ class Allocation:
 
     def __del__(self) -> None:
         address, self.address = self.address, 0
-        if address and not self._driver.inherited:
-            self._driver.free(self.ordinal, address)
+        if address and not self._driver.inherited and not sys.is_finalizing():
+            sync.outside(functools.partial(_quietly, self._driver.free, self.ordinal, address))
 
 
 _kept: list[Allocation] = []
@@ -79,21 +87,34 @@ class Opened:
 
     def __init__(self, driver: Driver, ordinal: int, handle: bytes):
         self._driver, self.ordinal, self.address = driver, ordinal, 0
-        self.when_closed: list[Callable[[], None]] = []
         self.address = driver.open(ordinal, handle)
         self.nbytes = driver.allocation(ordinal, self.address)[1]
 
     def __del__(self) -> None:
         address, self.address = self.address, 0
-        if address and not self._driver.inherited:
-            self._driver.close(self.ordinal, address)
-            log.debug("unmapped %d B of another process's device memory", self.nbytes)
-            for tell in self.when_closed:
-                tell()
+        if address and not self._driver.inherited and not sys.is_finalizing():
+            sync.outside(functools.partial(_quietly, self._driver.close, self.ordinal, address))
+
+
+def _quietly(undo: Callable[[int, int], None], ordinal: int, address: int) -> None:
+    """Never within the segment's lock (`sync.outside`): this takes long."""
+    try:
+        undo(ordinal, address)
+    except CudaError as error:
+        log.debug("%s", error)
 
 
 _opened: dict[tuple[int, int, bytes], weakref.ref[Opened]] = {}
 _opening = threading.Lock()
+
+
+def _forget() -> None:
+    global _opening
+    _opening = threading.Lock()
+    _opened.clear()
+
+
+after_fork.append(_forget)
 
 
 def open_once(driver: Driver, ordinal: int, allocation: int, handle: bytes) -> Opened:
@@ -146,8 +167,9 @@ class CudaTransport:
     name = "cuda_ipc"
 
     def __init__(self, driver: Driver, memories: Mapping[int, Memory], stream: int,
-                 event: SharedEvent | None = None):
+                 event: SharedEvent | None = None, until: int | None = None):
         self._driver, self._memories, self._stream, self._event = driver, memories, stream, event
+        self._until = until
         self.ordinal = next(iter(memories.values())).ordinal
         self._work = (self.ordinal, stream)
 
@@ -186,7 +208,9 @@ class CudaTransport:
 
     def finish(self) -> bool:
         if self._event is None:
-            self._driver.wait(self.ordinal, self._stream)
+            until = self._until if self._until is not None else sync.deadline(FINISH_TIMEOUT_S)
+            self._driver.wait(self.ordinal, self._stream, until)
+            self._until = None  # of the insert; what is sealed later has its own time
             return True
         self._event.record(self._stream)
         return False
@@ -249,6 +273,8 @@ def pieces(source: Placed, copy: Placed) -> Iterator[tuple[int, int, int]]:
     if source.strides == copy.strides:
         yield 0, 0, source.nbytes
         return
+    if n_pieces(source) > MAX_PIECES:
+        raise SegmentBroken(f"tensor {source.name!r} in place lies in {n_pieces(source)} pieces")
     itemsize, length, dims = source.dtype.itemsize, source.dtype.itemsize, []
     for size, stride in reversed(list(zip(source.shape, source.strides, strict=True))):
         if not dims and (stride * itemsize == length or size == 1):
@@ -267,6 +293,17 @@ def pieces(source: Placed, copy: Placed) -> Iterator[tuple[int, int, int]]:
 
     for number, at in enumerate(walk(0, 0)):
         yield at, number * length, length
+
+
+def n_pieces(tensor: Placed) -> int:
+    """In how many contiguous pieces a tensor lies."""
+    count, length = 1, 1
+    for size, stride in reversed(list(zip(tensor.shape, tensor.strides, strict=True))):
+        if count == 1 and (stride == length or size == 1):
+            length *= size
+        else:
+            count *= size
+    return count
 
 
 def copy_pieces(driver: Driver, ordinal: int, memories: Mapping[int, Memory], run: tuple[int, int], source: Placed,
@@ -299,7 +336,10 @@ def stream_of(driver: Driver, ordinal: int, stream: Any) -> int:
     """A stream as the driver's number: an int, a torch.cuda.Stream, or None for torch's current one."""
     if stream is None:
         return 0 if driver.emulated else torch.cuda.current_stream(ordinal).cuda_stream
-    return int(getattr(stream, "cuda_stream", stream))
+    number = getattr(stream, "cuda_stream", stream)
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 1 << 64:
+        raise InvalidArgument(f"stream={stream!r} is neither a torch.cuda.Stream nor the driver's number of one")
+    return number
 
 
 def torch_stream(driver: Driver, ordinal: int, stream: int) -> Any:
@@ -315,7 +355,7 @@ class _Settled:
     """For a torch that works on the host: the stream has done its work before, and there is none after."""
 
     def __init__(self, driver: Driver, ordinal: int, stream: int):
-        self._settle = lambda: driver.wait(ordinal, stream)
+        self._settle = lambda: driver.wait(ordinal, stream, sync.deadline(FINISH_TIMEOUT_S))
 
     def __enter__(self) -> None:
         self._settle()

@@ -31,7 +31,7 @@ class _Managed(ctypes.Structure):
     pass
 
 
-_Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Managed))
+_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _Managed._fields_ = [("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", _Deleter)]
 
 _new_capsule = ctypes.pythonapi.PyCapsule_New
@@ -57,6 +57,5 @@ def byte_tensor(device: tuple[int, int], address: int, nbytes: int, owner: objec
         raise
 
 
-@_Deleter
-def _let_go(managed: ctypes._Pointer) -> None:
-    _live.pop(ctypes.addressof(managed.contents), None)
+_let_go = _Deleter(_live.pop)
+"""a bound C method, so that no interrupt can come between the call and its effect"""
