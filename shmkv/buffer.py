@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 MATCHES = ("exact", "prefix", "overlap")
 ON_FULL = ("wait", "evict", "error")
 INSERT_TIMEOUT_S = 10.0
+GONE_OWNERS_MOST = 16
+"""how many owners of device memory may turn out to be gone in one look-up"""
 
 
 class KVBuffer(Single):
@@ -275,11 +277,13 @@ class KVBuffer(Single):
         if isinstance(min_tokens, bool) or not isinstance(min_tokens, int) or min_tokens < 1:
             raise InvalidArgument(f"min_tokens={min_tokens!r} is not a whole number >= 1")
         wanted = key(tokens, roi=roi, namespace=namespace)
-        while True:
+        for _ in range(GONE_OWNERS_MOST):
             try:
                 return self._look_up(kind, wanted, match, min_tokens, timeout, until, readonly, copy, stream)
-            except OwnerGone:  # its entries go when it is buried; then there may be another, or none
+            except OwnerGone as gone:  # its entries go when it is buried; then there may be another, or none
+                reason = gone.args[0]
                 session.run(session.store.bury_dead, sync.deadline(INSERT_TIMEOUT_S))
+        return Miss(reason)
 
     def _look_up(self, kind: LeaseKind, wanted: Key, match: str, min_tokens: int, timeout: float | None, until: int,
                  readonly: bool, copy: bool, stream: Any) -> Hit | Miss:

@@ -7,7 +7,7 @@ cuda-bindings 12.9 to 13.5.
 
 The *emulated driver* of the test suite is found by the loader like the real one and spoken to in the same way. Its
 memory cannot be seen by torch as a CUDA tensor, so there the same address is shown by its host alias
-(`Driver.torch_address`): the one place where the two differ.
+(`Driver.host_alias`): the one place where the two differ.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from .errors import InvalidArgument, StorageFull, TimedOut, TransportUnavailable
 GRANULE_BYTES = 2 << 20
 """cuMemAlloc may serve less out of a shared 2 MiB block, and IPC would then share the neighbours too"""
 HANDLE_BYTES = 64
-DLPACK_CPU, DLPACK_CUDA = 1, 2
 _PAUSE_S, _PAUSE_MOST_S = 20e-6, 1e-3
 _LAZY_PEER_ACCESS = 1  # the only flag that cuIpcOpenMemHandle takes
 _DISABLE_TIMING, _INTERPROCESS = 2, 4
@@ -234,11 +233,9 @@ class Driver:
 
     # ------------------------------------------------------------ what torch sees
 
-    def torch_address(self, address: int) -> tuple[int, int]:
-        """(DLPack device type, address) by which torch sees a device address."""
-        if self._hooks is None:
-            return DLPACK_CUDA, address
-        return DLPACK_CPU, self._hooks.emucudaHostPointer(address)
+    def host_alias(self, address: int) -> int:
+        """Where the host sees the emulated driver's memory at a device address."""
+        return self._hooks.emucudaHostPointer(address)
 
     def device_address(self, address: int, is_cuda: bool) -> int:
         """The device address of a tensor's data pointer; 0 if it lies on the host."""

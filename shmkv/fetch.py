@@ -146,6 +146,9 @@ class Fetcher:
                 if is_new:
                     link.connect(until)
                 link.receive(_ticket(hold), [buffer] if nbytes else [], until)
+            except ClosedError:  # `sweep` found the owner gone
+                raise TransportUnavailable("the owner of the entry's device memory has closed or died",
+                                           hint="compute it again") from None
             except BaseException:
                 self._links.pop(owner, None)
                 link.close()
@@ -156,7 +159,7 @@ class Fetcher:
     def sweep(self) -> None:
         """Let go of the links with owners that are gone."""
         for owner in list(self._links):
-            if not _is_open(self._session, owner):
+            if not _is_open(self._session, owner) or not self._session.tables.peers.alive(owner[0]):
                 known = self._links.pop(owner, None)
                 self._turns.pop(owner, None)
                 if known is not None:

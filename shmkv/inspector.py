@@ -7,10 +7,12 @@ peers), then the copy.
 
 States: AT_REST (the mutation word was even and the same before and after the copy), MOVING (it changed each time:
 entries are compared between two copies, and those that differ marked), TORN (odd, and nobody moved it for a while: its
-holder is dead or stopped; the copy's derived state is rebuilt, privately).
+holder is dead or stopped). What is shown are the bytes as they are; look-ups in a picture that is not at rest go by an
+order that is rebuilt, in a copy of its own.
 
 Guarantees: nothing is written, no lock taken, no semaphore posted; a picture's bytes are not followed out of bounds,
-whatever they are: what makes no sense raises SegmentBroken or is named in `problems`. No torch is imported.
+whatever they are: what makes no sense raises SegmentBroken or is named in `problems`. No torch is imported, and NumPy
+only for `problems` and `explain`: a listing has to start at once.
 
 Not guaranteed: that a MOVING picture was ever true as a whole; each entry that is not marked was.
 
@@ -25,29 +27,49 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import sys
 import time
+from collections import Counter as Tally
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from enum import Enum
+from enum import Enum, IntEnum
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from . import descriptors, keys, namespace, recovery
+from . import descriptors, namespace
 from .entries import READY, RESERVED, TAKEN, EntryState
-from .errors import NoSuchSegment, SegmentBroken, ShmkvError
+from .errors import InvalidArgument, NoSuchSegment, SegmentBroken, ShmkvError
 from .journal import Event as JournalEvent
-from .journal import EventKind
-from .layout import PAGE_BYTES, WORD_BYTES, Counter, Entry, Header, Layout, Lease, Peer, Wait, read_header
+from .journal import EventKind, Journal
+from .layout import (
+    PAGE_BYTES,
+    WORD_BYTES,
+    Counter,
+    Entry,
+    Header,
+    Ladder,
+    Layout,
+    Lease,
+    Peer,
+    Signal,
+    Wait,
+    read_header,
+)
 from .leases import LeaseKind
 from .peers import ATTACHED, CONSUMER, PRODUCER, WaitKind, WaitState, liveness_held
-from .regions import IN_PLACE, RegionKind, RegionState
-from .segment import DIRECTORY, NAME, PREFIX, open_checked
-from .tables import Tables
+from .regions import IN_PLACE, RegionKind, Regions, RegionState
+from .segment import DIRECTORY, NAME, PREFIX, clean_name, open_checked
+from .signals import SignalKind
 from .transport import decode_decision
+
+if TYPE_CHECKING:
+    from .keys import Key
+    from .tables import Tables
 
 T = TypeVar("T")
 CORE = "shmkv core 1"
+MOST_HEAD_BYTES = 1 << 20
 LOOKS = 20
 TORN_AFTER_S = 0.05
 _NONSENSE = (IndexError, ValueError, OverflowError, KeyError, TypeError, MemoryError, RecursionError)
@@ -77,7 +99,9 @@ class PeerRow(NamedTuple):
 
 
 class EntryRow(NamedTuple):
-    """One entry. Times are monotonic nanoseconds; `tokens` are the first few; `ttl_left_ns` None: it never expires."""
+    """One entry. Times are monotonic nanoseconds; `tokens` are the first few; `ttl_left_ns` None: it never expires;
+    `producer` None: gone, its record is free or another's; `broken`: why key or tensors cannot be read.
+    """
 
     slot: int
     generation: int
@@ -92,7 +116,7 @@ class EntryRow(NamedTuple):
     run_at: int
     run_bytes: int
     where: str
-    producer: int
+    producer: int | None
     created_ns: int
     used_ns: int
     ttl_left_ns: int | None
@@ -101,7 +125,9 @@ class EntryRow(NamedTuple):
 
 
 class WaitRow(NamedTuple):
-    """One waiting thread: what for, since when, until when (None: for ever), and on which peers that depends."""
+    """One waiting thread: what for, since when, until when (None: for ever), and on which peers that depends.
+    `tokens`: the first few it waits for; `nbytes`: of payload it wants room for.
+    """
 
     peer: int
     pid: int
@@ -110,19 +136,27 @@ class WaitRow(NamedTuple):
     since_ns: int
     deadline_ns: int | None
     text: str
+    n_tokens: int
+    tokens: list[int]
+    nbytes: int
     on: list[int]
 
 
 class Why(NamedTuple):
-    """Whether a prompt would hit, and if not why. `text` has it in words."""
+    """Whether a prompt would hit, and if not, each reason that can be told, the most telling first.
+
+    `nearest`: sequence of the entry of the same namespace with most tokens in common (0: none), `common_tokens` how
+    many, and the ids at the first position that differs (None: the prompt, or the entry, ends there). `history`: what
+    became of entries that the prompt begins with.
+    """
 
     hit: bool
-    text: str
     sequence: int
     matched_tokens: int
+    n_tokens: int
+    reasons: list[str]
     nearest: int
     common_tokens: int
-    differs_at: int
     wanted_token: int | None
     found_token: int | None
     history: list[JournalEvent]
@@ -131,7 +165,7 @@ class Why(NamedTuple):
 class Copy:
     """The bytes of a segment up to its payload arena, where tables find them."""
 
-    def __init__(self, name: str, layout: Layout, data: bytearray):
+    def __init__(self, name: str, layout: Layout, data: bytes | bytearray):
         self.name, self.layout = name, layout
         self.memory = memoryview(data)
         self.words = self.memory.cast("Q")
@@ -140,22 +174,20 @@ class Copy:
 
 
 class Picture:
-    """What a segment looked like. Every method raises SegmentBroken, never anything else, for bytes of no sense."""
+    """What a segment looked like. Every method raises SegmentBroken, never anything else, for bytes of no sense.
+
+    `lives`: of each attached peer, alive, stopped or dead; `lock_pid`: who held the lock (None: nobody); `now_ns`,
+    `taken_ns`: when it was taken, monotonic and by the wall clock.
+    """
 
     def __init__(self, name: str, layout: Layout, data: bytes, other: bytes | None, state: State, lives: dict[int, str],
-                 lock: int | None, now_ns: int):
-        self.name, self.layout, self.state, self.now_ns = name, layout, state, now_ns
+                 lock: int | None, now_ns: int, taken_ns: int):
+        self.name, self.layout, self.state, self.now_ns, self.taken_ns = name, layout, state, now_ns, taken_ns
         self.raw, self._other, self.lives, self.lock_pid = data, other, lives, lock
-        self._copy = Copy(name, layout, bytearray(data))
+        self._copy = Copy(name, layout, data)
         self.words = self._copy.words
-
-    @cached_property
-    def tables(self) -> Tables:
-        tables = Tables(self._copy)  # type: ignore[arg-type]  # it only looks
-        if self.state != State.AT_REST:
-            with suppress(SegmentBroken, *_NONSENSE):
-                recovery.rebuild(tables)  # of this copy: look-ups need a sound order
-        return tables
+        self._parsed: dict[tuple[bytes, int], list[dict]] = {}
+        self._names: dict[bytes, dict] = {}
 
     def header(self) -> dict[str, int]:
         return {name: self.words[index] for index, name in enumerate(Header.names)}
@@ -163,6 +195,26 @@ class Picture:
     def counters(self) -> dict[str, int]:
         at = self.layout.counters.word
         return {name: self.words[at + index] for index, name in enumerate(Counter.names)}
+
+    def paths(self) -> dict[str, int]:
+        """How many look-ups each path served."""
+        at = self.layout.ladder.word
+        return {name: self.words[at + index] for index, name in enumerate(Ladder.names) if not name.endswith("_last")}
+
+    def mutator(self) -> int | None:
+        """The peer that changed the segment last, or is changing it."""
+        index = self.words[Header.mutator] - 1
+        return index if 0 <= index < self.layout.peers.count else None
+
+    def pid(self, peer: int | None) -> int:
+        """0 if there is no such peer record."""
+        return self.words[self._peer(peer) + Peer.pid] if peer is not None and peer < self.layout.peers.count else 0
+
+    def life(self, peer: int | None) -> str:
+        """alive, stopped or dead; gone: not attached (any more)."""
+        if peer is None or peer >= self.layout.peers.count or self.words[self._peer(peer)] != ATTACHED:
+            return "gone"
+        return self.lives.get(peer, "unknown")
 
     def owner(self) -> int | None:
         """The index of the owner's peer record; None if it has left."""
@@ -177,19 +229,19 @@ class Picture:
         """Bytes of the payload arena that entries have."""
         return sum(nbytes for _, nbytes in self.runs())
 
+    def meta_used_bytes(self) -> int:
+        return sum(self._column(Entry.meta_bytes, in_use=True))
+
     def states(self) -> dict[str, int]:
         """How many entries are in each state."""
-        first, stride = self.layout.entries.word, self.layout.entries.stride
-        column = self.words[first:first + self.layout.entries.count * stride:stride].tolist()
+        column = self._column(Entry.state)
         return {state.name.lower(): column.count(state) for state in EntryState}
 
-    def runs(self) -> list[tuple[int, int]]:
-        """(offset, bytes) of the runs in the payload arena, in order."""
-        area, found = self.layout.entries, []
-        for at in range(area.word, area.word + area.count * area.stride, area.stride):
-            if self.words[at] and self.words[at + Entry.run_bytes] and not self.words[at + Entry.region]:
-                found.append((self.words[at + Entry.run_at], self.words[at + Entry.run_bytes]))
-        return sorted(found)
+    def runs(self, region: int = 0) -> list[tuple[int, int]]:
+        """(offset, bytes) of the runs in the payload arena (or of an `Entry.region`), in order."""
+        columns = zip(self._column(Entry.state), self._column(Entry.region), self._column(Entry.run_at),
+                      self._column(Entry.run_bytes), strict=True)
+        return sorted((at, nbytes) for state, where, at, nbytes in columns if state and nbytes and where == region)
 
     def holes(self) -> list[tuple[int, int]]:
         """(offset, bytes) of what the runs leave of the payload arena; overlapping runs count once."""
@@ -201,7 +253,7 @@ class Picture:
         return [*found, (at, end - at)] if at < end else found
 
     def peers(self) -> list[PeerRow]:
-        leases = [self.words[at + Lease.peer] for at in self._held()]
+        leases = Tally(self.words[at + Lease.peer] for at in self._held())
         rows = []
         for index in range(self.layout.peers.count):
             at, words = self._peer(index), self.words
@@ -213,7 +265,7 @@ class Picture:
             unread = (words[at + Peer.ring_head] - words[at + Peer.ring_tail]) % (1 << 64)
             rows.append(PeerRow(index, words[at + Peer.generation], _printable(role), words[at + Peer.pid],
                                 self.lives.get(index, "unknown"), roles, bool(words[at + Peer.closed]),
-                                words[at + Peer.attached_ns], leases.count(index),
+                                words[at + Peer.attached_ns], leases[index],
                                 min(unread, self.layout.geometry.ring), words[at + Peer.ring_dropped]))
         return rows
 
@@ -241,42 +293,64 @@ class Picture:
         return sorted(rows, key=lambda row: row.since_ns)
 
     def cycle(self) -> list[int]:
-        """Peers that wait for each other in a ring, in order; [] if none do. Who has a thread that does not wait, or
-        waits for nobody in particular, is in none.
+        """Peers that wait for each other in a ring, in order; [] if none do. A peer is in one only if all whom it waits
+        for wait too: who waits for any of several goes on with the first. Threads that do not wait are not seen.
         """
         edges: dict[int, set[int]] = {}
         for row in self.waiters():
             edges.setdefault(row.peer, set()).update(row.on)
-        for start in sorted(edges):
-            path = self._walk(start, start, edges, [start])
-            if path:
-                return path
-        return []
+        while free := [peer for peer, on in edges.items() if not on or on - edges.keys()]:
+            for peer in free:
+                del edges[peer]
+        path = [min(edges)] if edges else []
+        while path and (follows := min(edges[path[-1]])) not in path:
+            path.append(follows)
+        return path[path.index(follows):] if path else []
 
     def events(self) -> list[JournalEvent]:
         """The last events, oldest first."""
-        return self._guarded(lambda: list(self.tables.journal.events()))
+        return self._guarded(lambda: list(Journal(self._copy).events()))  # type: ignore[arg-type]  # it only looks
+
+    def signals(self) -> list[dict[str, Any]]:
+        """The unread signals of the attached peers, oldest first."""
+        ring, rows = self.layout.geometry.ring, []
+        for peer in self._attached():
+            head = self.words[self._peer(peer) + Peer.ring_head]
+            unread = min(ring, (head - self.words[self._peer(peer) + Peer.ring_tail]) % (1 << 64))
+            for count in range(head - unread, head):
+                at = self.layout.signals.word + (peer * ring + count % ring) * Signal.words
+                rows.append({"to": peer, "kind": _named(SignalKind, self.words[at + Signal.kind]),
+                             "sequence": self.words[at + Signal.sequence], "sender": self.words[at + Signal.sender],
+                             "value": self.words[at + Signal.value], "time_ns": self.words[at + Signal.time_ns]})
+        return sorted(rows, key=lambda row: row["time_ns"])
 
     def regions(self) -> list[dict[str, Any]]:
-        return self._guarded(lambda: [self._region(index) for index in self.tables.regions.used()])
+        """Device memory in use."""
+        regions = Regions(self._copy)  # type: ignore[arg-type]
+        return self._guarded(lambda: [self._region(regions, index) for index in regions.used()])
 
     def problems(self) -> list[str]:
         """Each way in which the picture contradicts itself. A MOVING one may, without anything being wrong."""
-        raw = Tables(Copy(self.name, self.layout, bytearray(self.raw)))  # type: ignore[arg-type]
+        from . import recovery
+        tables = self._tables()
         try:
-            return self._guarded(lambda: list(recovery.problems(raw)))
+            return self._guarded(lambda: list(recovery.problems(tables)))
         except SegmentBroken as broken:
             return [broken.args[0]]
 
-    def explain(self, tokens: Any, names: dict[str, Any] | None = None) -> Why:
-        """Would `select(tokens, namespace=names)` hit? If not, why?"""
+    def explain(self, tokens: Any, names: dict[str, Any] | None = None, match: str = "prefix",
+                min_tokens: int = 1) -> Why:
+        """Would `select(tokens, namespace=names, ...)` hit? If not, why?"""
+        from . import keys
+        if match not in ("prefix", "exact", "overlap") or min_tokens < 1:
+            raise InvalidArgument(f"match={match!r}, min_tokens={min_tokens!r}")
         wanted = keys.key(tokens, namespace=names)
-        return self._guarded(lambda: self._explained(wanted))
+        return self._guarded(lambda: self._explained(wanted, match, min_tokens))
 
     def save(self, path: str) -> None:
         """Keep the picture in a new file of mode 0600."""
         head = {"core": CORE, "name": self.name, "state": self.state.value, "lives": self.lives, "lock": self.lock_pid,
-                "now_ns": self.now_ns, "file_bytes": self.layout.file_bytes}
+                "now_ns": self.now_ns, "taken_ns": self.taken_ns, "file_bytes": self.layout.file_bytes}
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with open(fd, "wb") as file:
             file.write(json.dumps(head).encode() + b"\n" + self.raw)
@@ -295,47 +369,74 @@ class Picture:
     def _entry(self, slot: int) -> int:
         return self.layout.entries.word + slot * self.layout.entries.stride
 
+    def _column(self, field: int, in_use: bool = False) -> list[int]:
+        """One word of every entry's record, by slot (or of those in use only)."""
+        area = self.layout.entries
+        stop = area.word + area.count * area.stride
+        column = self.words[area.word + field:stop:area.stride].tolist()
+        return [word for word, state in zip(column, self._column(0), strict=True) if state] if in_use else column
+
     def _held(self) -> list[int]:
         area = self.layout.leases
-        return [at for at in range(area.word, area.word + area.count * area.stride, area.stride) if self.words[at]]
+        stop = area.word + area.count * area.stride
+        column = self.words[area.word:stop:area.stride].tolist()
+        return [area.word + index * area.stride for index, held in enumerate(column) if held]
+
+    def _attached(self) -> list[int]:
+        area = self.layout.peers
+        column = self.words[area.word:area.word + area.count * area.stride:area.stride].tolist()
+        return [index for index, state in enumerate(column) if state == ATTACHED]
 
     def _row(self, slot: int, n_tokens: int, holders: list[int]) -> EntryRow:
-        at, words = self._entry(slot), self.words
-        state = words[at]
-        name = EntryState(state).name.lower() if state in iter(EntryState) else str(state)
+        at = self._entry(slot)
+        record = self.words[at:at + Entry.words].tolist()
         tokens, names, tensors, broken, count = [], {}, [], "", 0
         try:
-            tokens, names, tensors, count = self._guarded(lambda: self._contents(at, n_tokens))
+            tokens, names, tensors, count = self._guarded(lambda: self._contents(record, n_tokens))
         except ShmkvError as error:
             broken = error.args[0]
-        ttl = words[at + Entry.ttl_ns]
-        left = max(0, words[at + Entry.expires_ns] - self.now_ns) if words[at + Entry.expires_ns] else \
-            words[at + Entry.ttl_left_ns]
-        region = words[at + Entry.region]
+        expires, region = record[Entry.expires_ns], record[Entry.region]
+        left = max(0, expires - self.now_ns) if expires else record[Entry.ttl_left_ns]
         where = "host" if not region else "in place" if region == IN_PLACE else f"region {region - 1}"
-        return EntryRow(slot, words[at + Entry.generation], words[at + Entry.sequence], name, self._moved(slot), count,
-                        tokens, names, tensors, words[at + Entry.payload_bytes], words[at + Entry.run_at],
-                        words[at + Entry.run_bytes], where, words[at + Entry.peer], words[at + Entry.created_ns],
-                        words[at + Entry.used_ns], left if ttl else None, holders, broken)
+        return EntryRow(slot, record[Entry.generation], record[Entry.sequence], _named(EntryState, record[Entry.state]),
+                        self._moved(slot), count, tokens, names, tensors, record[Entry.payload_bytes],
+                        record[Entry.run_at], record[Entry.run_bytes], where, self._producer(record),
+                        record[Entry.created_ns], record[Entry.used_ns], left if record[Entry.ttl_ns] else None,
+                        holders, broken)
 
-    def _contents(self, at: int, n_tokens: int) -> tuple[list[int], dict, list[dict], int]:
-        words, layout = self.words, self.layout
-        start, nbytes = words[at + Entry.meta_at], words[at + Entry.meta_bytes]
-        key_bytes, roi = words[at + Entry.key_bytes], words[at + Entry.roi_tokens]
-        descriptor_bytes = words[at + Entry.descriptor_bytes]
-        descriptors_at = -(-(key_bytes + 5 * roi) // WORD_BYTES) * WORD_BYTES
-        if start + nbytes > layout.meta.nbytes or descriptors_at + descriptor_bytes > nbytes:
+    def _producer(self, record: list[int]) -> int | None:
+        peer = record[Entry.peer]
+        if peer >= self.layout.peers.count or self.words[self._peer(peer)] != ATTACHED:
+            return None
+        return peer if self.words[self._peer(peer) + Peer.generation] == record[Entry.peer_generation] else None
+
+    def _contents(self, record: list[int], n_tokens: int) -> tuple[list[int], dict, list[dict], int]:
+        start, nbytes = record[Entry.meta_at], record[Entry.meta_bytes]
+        key_bytes, blob_bytes = record[Entry.key_bytes], record[Entry.descriptor_bytes]
+        blob_at = -(-(key_bytes + 5 * record[Entry.roi_tokens]) // WORD_BYTES) * WORD_BYTES
+        if start + nbytes > self.layout.meta.nbytes or blob_at + blob_bytes > nbytes:
             raise SegmentBroken("its key and descriptors lie outside the meta arena")
-        data = self._copy.memory[layout.meta.at + start:layout.meta.at + start + nbytes]
-        head, ids = keys.split(data[:key_bytes])
-        tensors = []
-        if descriptor_bytes:
-            for tensor in descriptors.parse(data[descriptors_at:descriptors_at + descriptor_bytes],
-                                            words[at + Entry.run_bytes]):
-                tensors.append({"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape),
-                                "nbytes": tensor.nbytes, "region": tensor.region - 1 if tensor.region else None})
-        first = memoryview(bytes(ids[:4 * n_tokens])).cast("I").tolist()
-        return first, namespace.decode_namespace(bytes(head)), tensors, len(ids) // 4
+        at = self.layout.meta.at + start
+        head, ids = _split(self._copy.memory[at:at + key_bytes])
+        blob = self.raw[at + blob_at:at + blob_at + blob_bytes]
+        first = ids[:4 * n_tokens].cast("I").tolist()
+        return first, self._names_of(bytes(head)), self._tensors(blob, record[Entry.run_bytes]), len(ids) // 4
+
+    def _names_of(self, head: bytes) -> dict:
+        if head not in self._names:
+            self._names[head] = namespace.decode_namespace(head)
+        return self._names[head]
+
+    def _tensors(self, blob: bytes, run_bytes: int) -> list[dict]:
+        """Most entries have the same few blobs, and parsing takes longer than all else."""
+        if not blob:
+            return []
+        if (blob, run_bytes) not in self._parsed:
+            self._parsed[blob, run_bytes] = [
+                {"name": _printable(tensor.name), "dtype": tensor.dtype, "shape": list(tensor.shape),
+                 "nbytes": tensor.nbytes, "region": tensor.region - 1 if tensor.region else None}
+                for tensor in descriptors.parse(blob, run_bytes)]
+        return self._parsed[blob, run_bytes]
 
     def _moved(self, slot: int) -> bool:
         if self._other is None:
@@ -344,141 +445,204 @@ class Picture:
         return self.raw[at:at + nbytes] != self._other[at:at + nbytes]
 
     def _waiter(self, at: int) -> WaitRow:
-        words = self.words
-        peer, kind = words[at + Wait.peer], words[at + Wait.kind]
-        name = WaitKind(kind).name.lower() if kind in iter(WaitKind) else str(kind)
-        pid = words[self._peer(peer) + Peer.pid] if peer < self.layout.peers.count else 0
+        record = self.words[at:at + Wait.words].tolist()
+        peer, kind, n_tokens, tokens, nbytes, on = record[Wait.peer], record[Wait.kind], 0, [], 0, []
+        text = _WAITS_FOR.get(kind, f"kind {kind}")
         if kind == WaitKind.ENTRY:
-            n_tokens = words[at + Wait.n_tokens]
-            first = words[at + Wait.tokens_0:at + Wait.tokens_3 + 1].cast("B").cast("I").tolist()[:min(8, n_tokens)]
-            text = f"an entry for {n_tokens} tokens: {' '.join(map(str, first))}{' ...' if n_tokens > 8 else ''}"
-            on = self._those(lambda roles: roles & PRODUCER)
+            n_tokens = record[Wait.n_tokens]
+            first = self.words[at + Wait.tokens_0:at + Wait.tokens_3 + 1].cast("B").cast("I").tolist()
+            text, tokens, on = f"an entry for {n_tokens} tokens", first[:n_tokens], self._producers
         elif kind == WaitKind.ROOM:
-            text, on = f"room for {words[at + Wait.wanted_bytes]} B", self._room_holders(words[at + Wait.wanted_region])
-        else:
-            text, on = {WaitKind.SIGNAL: "a signal", WaitKind.REQUEST: "requests for its device memory",
-                        WaitKind.ANSWER: "the owner of device memory"}.get(kind, f"kind {kind}"), []
-            if kind == WaitKind.ANSWER:
-                on = self._owners_asked(peer)
-        deadline = words[at + Wait.deadline_ns]
-        return WaitRow(peer, pid, words[at + Wait.thread], name, words[at + Wait.since_ns],
-                       None if deadline >= FOREVER else deadline, text, sorted(set(on) - {peer}))
+            nbytes, on = record[Wait.wanted_bytes], self._room_holders(record[Wait.wanted_region])
+            text = f"room for {nbytes} B"
+        elif kind == WaitKind.ANSWER:
+            on = self._owners_asked(peer)
+        deadline = record[Wait.deadline_ns]
+        return WaitRow(peer, self.pid(peer), record[Wait.thread], _named(WaitKind, kind), record[Wait.since_ns],
+                       None if deadline >= FOREVER else deadline, text, n_tokens, tokens, nbytes,
+                       sorted(set(on) - {peer}))
 
-    def _those(self, test: Callable[[int], int]) -> list[int]:
-        """The open peers whose role bits pass."""
-        return [index for index in range(self.layout.peers.count)
-                if self.words[self._peer(index)] == ATTACHED and not self.words[self._peer(index) + Peer.closed]
-                and test(self.words[self._peer(index) + Peer.roles])]
+    @cached_property
+    def _producers(self) -> list[int]:
+        return self._open_peers(PRODUCER)
+
+    @cached_property
+    def _consumers(self) -> list[int]:
+        return self._open_peers(CONSUMER)
+
+    def _open_peers(self, role: int) -> list[int]:
+        at = {index: self._peer(index) for index in self._attached()}
+        return [index for index, word in at.items()
+                if not self.words[word + Peer.closed] and self.words[word + Peer.roles] & role]
 
     def _room_holders(self, region: int) -> list[int]:
         """Who can make room: those who hold entries there, else those who consume."""
         held = [self.words[at + Lease.peer] for at in self._held()
                 if self.words[at + Lease.slot] < self.layout.entries.count
                 and self.words[self._entry(self.words[at + Lease.slot]) + Entry.region] == region]
-        return [*held, *self._those(lambda roles: roles & CONSUMER)]
+        return [*held, *self._consumers]
 
     def _owners_asked(self, peer: int) -> list[int]:
         return [self.words[self._entry(self.words[at + Lease.slot]) + Entry.peer] for at in self._held()
                 if self.words[at + Lease.peer] == peer and self.words[at + Lease.request]
                 and self.words[at + Lease.slot] < self.layout.entries.count]
 
-    def _walk(self, start: int, here: int, edges: dict[int, set[int]], path: list[int]) -> list[int]:
-        for peer in sorted(edges.get(here, ())):
-            if peer == start:
-                return path
-            if peer not in path and peer in edges:
-                found = self._walk(start, peer, edges, [*path, peer])
-                if found:
-                    return found
-        return []
+    def _region(self, regions: Regions, index: int) -> dict[str, Any]:
+        info, runs = regions.info(index), self.runs(index + 1)
+        mapped = [self.pid(peer) for peer in regions.mapped_by(index)]
+        return {"index": index, "state": _named(RegionState, regions.state(index)),
+                "kind": _named(RegionKind, info.kind), "owner": info.peer, "device": info.uuid.hex(),
+                "nbytes": info.nbytes, "used_bytes": sum(nbytes for _, nbytes in runs), "mapped_by": mapped}
 
-    def _region(self, index: int) -> dict[str, Any]:
-        tables = self.tables
-        info, state = tables.regions.info(index), tables.regions.state(index)
-        mapped = [self.words[self._peer(peer) + Peer.pid] for peer in tables.regions.mapped_by(index)]
-        return {"index": index, "state": RegionState(state).name.lower(), "kind": RegionKind(info.kind).name.lower(),
-                "owner": info.peer, "device": info.uuid.hex(), "nbytes": info.nbytes, "mapped_by": mapped}
+    # ------------------------------------------------------------ explaining
 
-    def _explained(self, wanted: keys.Key) -> Why:
-        found = self.tables.order.find(wanted.data, "prefix", 4, wanted.token_start)
-        history = [event for event in self.tables.journal.events() if event.fingerprint == wanted.fingerprint]
+    def _tables(self) -> Tables:
+        from .tables import Tables
+        return Tables(Copy(self.name, self.layout, bytearray(self.raw)))  # type: ignore[arg-type]  # of a private copy
+
+    def _expired(self) -> list[int]:
+        """The READY entries whose time is over, which the next call of anybody will free."""
+        columns = zip(self._column(Entry.state), self._column(Entry.expires_ns), strict=True)
+        return [slot for slot, (state, expires) in enumerate(columns)
+                if state == READY and 0 < expires <= self.now_ns]
+
+    def _explained(self, wanted: Key, match: str, min_tokens: int) -> Why:
+        from . import recovery
+        tables, expired = self._tables(), set(self._expired())
+        if self.state != State.AT_REST:
+            recovery.rebuild(tables)
+        if expired:
+            tables.order.rebuild(set(tables.entries.slots(READY)) - expired)
+        start = wanted.token_start
+        found = tables.order.find(wanted.data, match, 4 * min_tokens, start)
+        history = self._history(wanted)
         if found is not None:
-            slot, matched = found
-            n_matched = (matched - wanted.token_start) // 4
-            sequence = self.words[self._entry(slot) + Entry.sequence]
-            return Why(True, f"hit: entry {sequence} is valid for {n_matched} of {wanted.n_tokens} tokens", sequence,
-                       n_matched, sequence, n_matched, n_matched, None, None, history)
-        slot, common = self._nearest(wanted)
-        reason = self._past(wanted, history)
+            slot, n_matched = found[0], (found[1] - start) // 4
+            return Why(True, self._sequence(slot), n_matched, wanted.n_tokens, [], self._sequence(slot), n_matched,
+                       None, None, history)
+        slot, common = self._nearest(tables, wanted)
+        past = [*self._out_of_reach(wanted, match, expired), *self._past(history, wanted, match),
+                *self._unfit(tables, wanted, match, min_tokens, start)]
         if slot is None:
-            reason = reason or self._elsewhere(wanted) or "no entry begins like it in this namespace"
-            return Why(False, f"miss: {reason}", 0, 0, 0, 0, 0, None, None, history)
-        theirs = self._key_of(slot)
-        at = common + wanted.token_start
-        ours, other = _token(wanted.data, at), _token(theirs, at)
-        n_common, sequence = common // 4, self.words[self._entry(slot) + Entry.sequence]
-        if ours is None:
-            text = f"the nearest entry, {sequence}, is longer: it begins with all {n_common} tokens (match=\"overlap\")"
-        else:
-            text = (f"the nearest entry, {sequence}, has the first {n_common} tokens in common; at position {n_common} "
-                    f"it has {other}, the prompt {ours}")
-        text = f"miss: {reason}; {text}" if reason else f"miss: {text}"
-        return Why(False, text, 0, 0, sequence, n_common, n_common, ours, other, history)
+            reasons = [*past, *self._elsewhere(wanted)] or ["no entry begins like it in this namespace"]
+            return Why(False, 0, 0, wanted.n_tokens, reasons, 0, 0, None, None, history)
+        ours, theirs = _token(wanted.data, start + common), _token(self._key_of(slot), start + common)
+        if ours is None and not past:
+            past = [f'entry {self._sequence(slot)} begins with all {common // 4} tokens and is longer '
+                    f'(match="overlap" would take it)']
+        reasons = [*past, *(self._elsewhere(wanted) if not common else [])]
+        return Why(False, 0, 0, wanted.n_tokens, reasons, self._sequence(slot), common // 4, ours, theirs, history)
 
-    def _nearest(self, wanted: keys.Key) -> tuple[int | None, int]:
+    def _sequence(self, slot: int) -> int:
+        return self.words[self._entry(slot) + Entry.sequence]
+
+    def _nearest(self, tables: Tables, wanted: Key) -> tuple[int | None, int]:
         """The entry of the same namespace that has most in common, and the bytes of tokens in common."""
-        before, left, behind, right = self.tables.order.near(wanted.data, wanted.token_start)
+        before, left, behind, right = tables.order.near(wanted.data, wanted.token_start)
         slot, common = max([(before, left), (behind, right)], key=lambda one: (one[0] is not None, one[1]))
         return slot, max(0, common - wanted.token_start) // 4 * 4
 
-    def _past(self, wanted: keys.Key, history: list[JournalEvent]) -> str:
-        """What became of an entry of this very key, so far as anybody remembers."""
-        last = next((event for event in reversed(history) if event.kind in _ENDS), None)
-        for slot in self.tables.entries.slots(TAKEN, RESERVED):
-            if self._key_of(slot) == wanted.data:
-                at = self._entry(slot)
-                if self.words[at] == RESERVED:
-                    return f"an entry of exactly these tokens is being written by peer {self.words[at + Entry.peer]}"
-                holder = next((self.words[lease + Lease.peer] for lease in self._held()
-                               if self.words[lease + Lease.slot] == slot
-                               and self.words[lease + Lease.kind] == LeaseKind.TAKE), None)
-                return f"an entry of exactly these tokens is taken by peer {holder}"
-        if last is None:
-            return ""
-        ago = max(0, self.now_ns - last.time_ns) / 1e9
-        return f"entry {last.sequence} of these tokens was {_ENDS[last.kind]} {ago:.1f} s ago by pid {last.pid}"
+    def _unfit(self, tables: Tables, wanted: Key, match: str, min_tokens: int, start: int) -> list[str]:
+        """Entries that other options would have found."""
+        found = tables.order.find(wanted.data, "prefix" if match == "exact" else match, 4, start)
+        if found is None:
+            return []
+        n_matched, sequence = (found[1] - start) // 4, self._sequence(found[0])
+        if match == "exact" and n_matched < wanted.n_tokens:
+            return [f'entry {sequence} has the first {n_matched} tokens (match="prefix" would take it)']
+        return [f"entry {sequence} matches {n_matched} tokens, fewer than min_tokens={min_tokens}"]
 
-    def _elsewhere(self, wanted: keys.Key) -> str:
+    def _out_of_reach(self, wanted: Key, match: str, expired: set[int]) -> list[str]:
+        """Entries that would match, were they not expired, taken or still being written."""
+        found = []
+        for slot, state in enumerate(self._column(Entry.state)):
+            if (slot in expired or state in (TAKEN, RESERVED)) and _matches(self._key_of(slot), wanted.data, match):
+                n_tokens = (len(self._key_of(slot)) - wanted.token_start) // 4
+                found.append((n_tokens, f"entry {self._sequence(slot)} of {n_tokens} tokens {self._why_out(slot)}"))
+        return [text for _, text in sorted(found, reverse=True)[:3]]
+
+    def _why_out(self, slot: int) -> str:
+        at = self._entry(slot)
+        if self.words[at] == READY:
+            ago = self._ago(self.words[at + Entry.expires_ns])
+            return f"expired {ago} ago; the next call of anybody frees it"
+        if self.words[at] == RESERVED:
+            peer = self.words[at + Entry.peer]
+            return (f"is still being written by peer {peer} (pid {self.pid(peer)}, {self.life(peer)}), "
+                    f"since {self._ago(self.words[at + Entry.created_ns])}")
+        leases = [lease for lease in self._held() if self.words[lease + Lease.slot] == slot
+                  and self.words[lease + Lease.kind] == LeaseKind.TAKE]
+        if not leases:
+            return "is taken"
+        peer, since = self.words[leases[0] + Lease.peer], self.words[leases[0] + Lease.since_ns]
+        who = f"peer {peer} (pid {self.pid(peer)}, {self.life(peer)})"
+        return f"was taken {self._ago(since)} ago by {who}, who holds it"
+
+    def _history(self, wanted: Key) -> list[JournalEvent]:
+        """The events of entries whose key the prompt begins with, as far as the journal and its hints go."""
+        from . import keys
+        prints: dict[int, int] = {}
+        for event in (events := self.events()):
+            if 0 < event.n_tokens <= wanted.n_tokens and event.n_tokens not in prints:
+                cut = wanted.data[:wanted.token_start + 4 * event.n_tokens]
+                prints[event.n_tokens] = keys.Key(cut).fingerprint
+        return [event for event in events if prints.get(event.n_tokens) == event.fingerprint]
+
+    def _past(self, history: list[JournalEvent], wanted: Key, match: str) -> list[str]:
+        """What became of the last such entry that is no more."""
+        there = set(self._column(Entry.sequence, in_use=True))
+        ended = [event for event in history if event.kind in _ENDS and event.sequence not in there
+                 and (match != "exact" or event.n_tokens == wanted.n_tokens)]
+        if not ended:
+            return []
+        last = max(ended, key=lambda event: (event.n_tokens, event.ticket))
+        return [f"entry {last.sequence} of {last.n_tokens} tokens was {_ENDS[last.kind]} "
+                f"{self._ago(last.time_ns)} ago by pid {last.pid}"]
+
+    def _elsewhere(self, wanted: Key) -> list[str]:
         """The same tokens under another namespace, and the fields that differ."""
         tokens = wanted.data[wanted.token_start:]
-        for slot in self.tables.entries.slots(READY):
-            head, ids = keys.split(self._key_of(slot))
-            if tokens[:len(ids)] == bytes(ids) and len(ids):
-                ours = namespace.decode_namespace(bytes(keys.split(wanted.data)[0]))
-                theirs = namespace.decode_namespace(bytes(head))
-                differing = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
-                fields = ", ".join(f"{name}: {theirs.get(name)!r} there, {ours.get(name)!r} asked for"
+        for slot, state in enumerate(self._column(Entry.state)):
+            if state != READY:
+                continue
+            head, ids = _split(self._key_of(slot))
+            if len(ids) and tokens.startswith(ids):
+                ours, theirs = self._names_of(wanted.data[4:wanted.token_start]), self._names_of(bytes(head))
+                differing = sorted(name for name in {*ours, *theirs}
+                                   if repr(ours.get(name)) != repr(theirs.get(name)))
+                fields = ", ".join(f"{_printable(name)}: {_shown(theirs, name)} there, {_shown(ours, name)} asked for"
                                    for name in differing)
-                sequence = self.words[self._entry(slot) + Entry.sequence]
-                return f"entry {sequence} has these tokens under another namespace ({fields})"
-        return ""
+                return [f"entry {self._sequence(slot)} has these tokens under another namespace "
+                        f"({fields})"]
+        return []
+
+    def _ago(self, then_ns: int) -> str:
+        return f"{max(0, self.now_ns - then_ns) / 1e9:.1f} s"
 
     def _key_of(self, slot: int) -> bytes:
-        start, nbytes = self.tables.entries.key_span(slot)
-        return bytes(self._copy.memory[start:start + nbytes])
+        at = self._entry(slot)
+        start, nbytes = self.words[at + Entry.meta_at], self.words[at + Entry.key_bytes]
+        if start + nbytes > self.layout.meta.nbytes:
+            raise SegmentBroken(f"slot {slot}: its key lies outside the meta arena")
+        return self.raw[self.layout.meta.at + start:self.layout.meta.at + start + nbytes]
+
+    # ------------------------------------------------------------ leases
 
     def decision(self, at: int) -> dict[str, Any]:
         """How the holder of a lease (its word index) gets at the bytes."""
         decision = decode_decision(self.words[at + Lease.path])
-        return {"path": decision.path.name.lower(), "refused": decision.describe()} if decision else {}
+        if decision is None:
+            return {"path": None, "refused": {}}
+        return {"path": decision.path.name.lower(), "refused": decision.describe()}
 
     def leases(self) -> list[dict[str, Any]]:
         """The held leases: kind, entry, holder, since when, and the path by which it is seen."""
         rows = []
         for at in self._held():
-            kind = self.words[at + Lease.kind]
-            rows.append({"kind": LeaseKind(kind).name.lower() if kind in iter(LeaseKind) else str(kind),
-                         "slot": self.words[at + Lease.slot], "peer": self.words[at + Lease.peer],
+            slot = self.words[at + Lease.slot]
+            rows.append({"kind": _named(LeaseKind, self.words[at + Lease.kind]), "slot": slot,
+                         "sequence": self._sequence(slot) if slot < self.layout.entries.count else 0,
+                         "peer": self.words[at + Lease.peer], "thread": self.words[at + Lease.thread],
                          "since_ns": self.words[at + Lease.since_ns],
                          "released": self.words[at + Lease.released] == self.words[at], **self.decision(at)})
         return rows
@@ -487,6 +651,8 @@ class Picture:
 _ENDS = {EventKind.TAKEN: "taken", EventKind.CONSUMED: "consumed", EventKind.EVICTED: "evicted",
          EventKind.EXPIRED: "expired", EventKind.CANCELLED: "cancelled", EventKind.ABORTED: "aborted",
          EventKind.LOST: "lost with its producer's device memory"}
+_WAITS_FOR = {WaitKind.SIGNAL: "a signal", WaitKind.REQUEST: "requests for its device memory",
+              WaitKind.ANSWER: "the owner of device memory"}
 
 
 # ---------------------------------------------------------------- taking a picture
@@ -499,46 +665,63 @@ def names() -> list[str]:
 
 def look(name: str) -> Picture:
     """Take a picture. Raises NoSuchSegment, NotOurs, SegmentBroken, FormatMismatch, InvalidName."""
+    name = clean_name(name)
     fd = open_checked(name, os.O_RDONLY)
     try:
-        layout = read_header(os.pread(fd, PAGE_BYTES, 0), os.fstat(fd).st_size)
+        layout = _layout(os.pread(fd, PAGE_BYTES, 0), os.fstat(fd).st_size)
         state, data, other = _copied(fd, layout)
         lives = _lives(fd, layout, data)
-        return Picture(name, layout, data, other, state, lives, _lock_holder(fd), time.monotonic_ns())
+        return Picture(name, layout, data, other, state, lives, _lock_holder(fd), time.monotonic_ns(), time.time_ns())
     finally:
         os.close(fd)
 
 
 def load(path: str) -> Picture:
-    """A picture that `save` kept, or the bytes of a segment copied by other means. Raises SegmentBroken and such."""
+    """A picture that `save` kept, or the bytes of a segment copied by other means (then nobody knows who was alive).
+    Raises NoSuchSegment (no such file), SegmentBroken, FormatMismatch.
+    """
     try:
-        with open(path, "rb") as file:
-            raw = file.read()
-    except OSError as error:
-        raise NoSuchSegment(f"{path}: {error.strerror}", hint="name a file that dump --core wrote") from None
-    head: dict[str, Any] = {}
-    if raw.startswith(b'{"core": '):
-        line, _, raw = raw.partition(b"\n")
-        with suppress(ValueError):
-            head = json.loads(line)
-    if raw[:WORD_BYTES * 3] and len(raw) >= 3 * WORD_BYTES and not head:
-        head = {"file_bytes": len(raw)}
-    return _loaded(path, head, raw)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not stop us
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise NoSuchSegment(f"{path}: {reason}", hint="name a file that dump --core wrote") from None
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        raise SegmentBroken(f"{path} is no regular file", hint="name a file that dump --core wrote")
+    with open(fd, "rb") as file:
+        line = file.readline(MOST_HEAD_BYTES)
+        head: dict[str, Any] = {}
+        if line.startswith(b'{"core": '):
+            with suppress(ValueError, RecursionError):
+                head = json.loads(line)
+        at = len(line) if head else 0
+        file.seek(at)
+        page = file.read(PAGE_BYTES)
+        file_bytes = head.get("file_bytes", status.st_size - at)
+        layout = _layout(page, file_bytes if isinstance(file_bytes, int) else -1)
+        if status.st_size - at < layout.arena.at:
+            raise SegmentBroken(f"{path} has {status.st_size - at} bytes, its segment's tables take {layout.arena.at}")
+        raw = page + file.read(layout.arena.at - len(page))
+    return _loaded(os.path.basename(path), layout, raw, head, status.st_mtime_ns)
 
 
-def _loaded(path: str, head: dict[str, Any], raw: bytes) -> Picture:
-    file_bytes, lives = head.get("file_bytes", len(raw)), head.get("lives", {})
-    if not isinstance(file_bytes, int) or not isinstance(lives, dict):
-        raise SegmentBroken(f"{path} is not a picture of a segment")
-    layout = read_header(raw[:PAGE_BYTES], file_bytes)
-    if len(raw) < layout.arena.at:
-        raise SegmentBroken(f"{path} has {len(raw)} bytes, the tables of its segment take {layout.arena.at}")
-    state = next((state for state in State if state.value == head.get("state")), None)
-    odd = int.from_bytes(raw[Header.mutation * 8:Header.mutation * 8 + 8], sys.byteorder) & 1
-    now = head.get("now_ns") if isinstance(head.get("now_ns"), int) else time.monotonic_ns()
-    known = {int(index): str(life) for index, life in lives.items() if str(index).isdigit()}
-    return Picture(str(head.get("name", os.path.basename(path)))[:200], layout, bytes(raw[:layout.arena.at]), None,
-                   state or (State.TORN if odd else State.AT_REST), known, None, now)
+def _loaded(name: str, layout: Layout, raw: bytes, head: dict[str, Any], written_ns: int) -> Picture:
+    """What the head lacks or has of another type counts as not known."""
+    def known(key: str, kind: type[T], otherwise: T) -> T:
+        return head[key] if type(head.get(key)) is kind else otherwise
+
+    odd = int.from_bytes(raw[Header.mutation * WORD_BYTES:(Header.mutation + 1) * WORD_BYTES], sys.byteorder) & 1
+    named = next((state for state in State if state.value == head.get("state")), None)
+    lives = {int(index): life for index, life in known("lives", dict, {}).items()
+             if index.isascii() and index.isdigit() and len(index) < 9 and life in ("alive", "stopped", "dead")}
+    return Picture(_printable(known("name", str, name))[:180], layout, raw, None,
+                   named or (State.TORN if odd else State.AT_REST), lives, known("lock", int, 0) or None,
+                   known("now_ns", int, 0) or time.monotonic_ns(), known("taken_ns", int, written_ns))
+
+
+def _layout(page: bytes, file_bytes: int) -> Layout:
+    return read_header(page[:len(page) // WORD_BYTES * WORD_BYTES], file_bytes)
 
 
 def _copied(fd: int, layout: Layout) -> tuple[State, bytes, bytes | None]:
@@ -615,7 +798,30 @@ def _token(data: bytes, at: int) -> int | None:
     return int.from_bytes(data[at:at + 4], sys.byteorder) if at + 4 <= len(data) else None
 
 
+def _split(data: Any) -> tuple[Any, Any]:
+    """Namespace and tokens of a key's bytes, as `keys.split`, which would bring NumPy along."""
+    if len(data) < 4 or len(data) % 4:
+        raise SegmentBroken(f"a key of {len(data)} bytes: not a row of words")
+    start = 4 + 4 * int.from_bytes(data[:4], sys.byteorder)
+    if start > len(data):
+        raise SegmentBroken(f"namespace ends at byte {start} of a key of {len(data)} bytes")
+    return data[4:start], data[start:]
+
+
+def _matches(key: bytes, wanted: bytes, match: str) -> bool:
+    return key == wanted if match == "exact" else wanted.startswith(key)
+
+
+def _named(numbers: type[IntEnum], value: int) -> str:
+    try:
+        return numbers(value).name.lower()
+    except ValueError:
+        return f"unknown ({value})"
+
+
+def _shown(names: dict, name: str) -> str:
+    return _printable(namespace.show(names[name])) if name in names else "nothing"
+
+
 def _printable(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
-
-

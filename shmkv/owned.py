@@ -6,6 +6,7 @@ lives on.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -64,6 +65,7 @@ class Owned:
         try:
             self.arena = self._open(RegionKind.ARENA, driver, device, allocation.memory(), allocation.address, event)
         except BaseException:
+            self._close_unknown()
             if event is not None:
                 event.destroy()
             raise
@@ -81,9 +83,13 @@ class Owned:
             return registered
         base, _ = driver.allocation(ordinal, registered.address)
         memory = Memory(ordinal, registered.address, registered.nbytes, tensor)
-        own = self._open(RegionKind.TENSOR, driver, driver.devices[ordinal], memory, base, None)
-        registered.region, registered.generation = own.info.index, own.info.generation
-        self._registered[own.info.index] = registered
+        try:
+            own = self._open(RegionKind.TENSOR, driver, driver.devices[ordinal], memory, base, None)
+            registered.region, registered.generation = own.info.index, own.info.generation
+            self._registered[own.info.index] = registered
+        except BaseException:
+            self._close_unknown()
+            raise
         return registered
 
     def unregister(self, region: int, generation: int) -> list[int]:
@@ -206,13 +212,29 @@ class Owned:
         allocation, event_handle = driver.allocation_id(memory.ordinal, base), event.handle if event else b""
         info = RegionInfo(0, 0, kind, 0, 0, device.uuid, memory.nbytes, memory.address - base, allocation, handle,
                           event_handle)
-        info = session.run(lambda: session.store.or_bury(lambda: session.store.open_region(info)), sync.deadline(10))
+        claim = functools.partial(session.store.open_region, info)
+        info = session.run(lambda: session.store.or_bury(claim), sync.deadline(10))
         own = _local[self._key(info.index, info.generation)] = Own(info, memory, event)
         self._wake()
         with self._turn:
             if self._service is None:
                 self._service = Service(session, self._source)
         return own
+
+    def _close_unknown(self) -> None:
+        """End what an interrupt left: regions of ours that nobody could close."""
+        session, me = self._session, self._session.store.me
+        known = {*self._registered, *([self.arena.info.index] if self.arena is not None else [])}
+
+        def close() -> None:
+            regions = session.tables.regions
+            for index in regions.owned_by(me.index, me.generation):
+                if index not in known:
+                    generation = regions.info(index).generation
+                    _local.pop(self._key(index, generation), None)
+                    session.store.close_region(index, generation)
+
+        session.run(close, sync.deadline(10))
 
     def _source(self, slot: int, placed: Sequence[Placed]) -> tuple[Driver, dict[int, Memory], tuple[int, int], Any]:
         """An entry of ours, for the service to copy from."""

@@ -160,8 +160,8 @@ class Store:
         for index in sorted(mine, key=leases.is_released, reverse=True):
             released = leases.is_released(index)
             self._settle(index, words[leases.at(index) + Lease.outcome] if released else Outcome.RETURNED)
-        self.end_regions(peer)
         self.tables.regions.clear_peer(peer)
+        self.end_regions(peer)
         self.tables.waits.clear_peer(peer)
         if not words[peers.at(peer) + Peer.closed]:
             self.tables.count(Counter.deaths)
@@ -451,8 +451,6 @@ class Store:
         self._mutate()
         words, generation = self.words, self.words[self.tables.peers.at(peer) + Peer.generation]
         gone = self.tables.regions.owned_by(peer, generation)
-        for index in gone:
-            self.tables.regions.mark_gone(index)
         for slot in self._lying_with(peer, generation) if gone else ():
             state = words[self._entries.at(slot)]
             if state == READY:
@@ -460,6 +458,8 @@ class Store:
             elif state == TAKEN:
                 self.tables.count(Counter.lost)
                 self._entries.move(slot, DROPPED)
+        for index in gone:  # last: an entry that can be found lies in a region that is OPEN
+            self.tables.regions.mark_gone(index)
         self.reap_regions()
 
     def _lying_with(self, peer: int, generation: int) -> list[int]:

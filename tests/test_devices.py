@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import emulated
 import pytest
@@ -388,7 +389,7 @@ def slow_reader(name, done, again, forgetful):
         done.wait()
         with cuda._current(0):
             cuda._call("cuStreamSynchronize", stream)
-        return set(ctypes.string_at(cuda.torch_address(target)[1], 1 << 20))
+        return set(ctypes.string_at(cuda.host_alias(target), 1 << 20))
 
 
 @pytest.mark.parametrize("forgetful, seen", [(False, {7}), (True, {9})])
@@ -610,7 +611,7 @@ def engine(name, ready, done, freed):
     from shmkv import driver
     cuda = driver.find()
     base = cuda.allocate(0, 4 << 20)
-    host = cuda.torch_address(base)[1]
+    host = cuda.host_alias(base)
     cache = torch.frombuffer((ctypes.c_ubyte * (1 << 20)).from_address(host + 4096), dtype=torch.uint8)
     cache = cache.view(torch.float32).view(2, 16, 16, 512)  # keys and values, blocks, slots, features
     with shmkv.attach(name, device="cuda:0") as buffer:
@@ -671,7 +672,7 @@ def register_virtual(name):
         memory = cuda._call("cuMemCreate", 2 << 20, prop, 0)
         address = cuda._call("cuMemAddressReserve", 2 << 20, 0, 0, 0)
         cuda._call("cuMemMap", address, 2 << 20, 0, memory, 0)
-    host = cuda.torch_address(int(address))[1]
+    host = cuda.host_alias(int(address))
     tensor = torch.frombuffer((ctypes.c_ubyte * N).from_address(host), dtype=torch.uint8)
     said = []
     logging.getLogger("shmkv").addFilter(lambda record: said.append(record.getMessage()) or True)
@@ -734,6 +735,29 @@ def test_an_owner_that_dies_before_it_answers_is_an_error_soon(kv_buffer, gpu_sp
     error, seconds, text = consumer.result()
     assert error == "TransportUnavailable" and "died" in text and seconds < 10
     assert kv_buffer.stats().used_bytes == 0 and kv_buffer.stats().regions == []
+
+
+def owner_that_never_meets(name, ready, done):
+    """It serves the request, and comes to the meeting place no more."""
+    from shmkv import fetch
+
+    def never(link, until_ns):
+        Gate(ready.path + "serving").open()
+        time.sleep(60)
+
+    fetch.Link.connect = never
+    return owner(name, ready, done)
+
+
+def test_an_owner_that_dies_before_the_two_have_met_is_an_error_soon(kv_buffer, gpu_spawn, gates):
+    ready, done, *_ = gates
+    producer = gpu_spawn(owner_that_never_meets, kv_buffer.name, ready, done)
+    ready.wait()
+    consumer = gpu_spawn(ask, kv_buffer.name, "nccl", 40.0)
+    Gate(ready.path + "serving").wait()
+    producer.kill()
+    error, seconds, _ = consumer.result()
+    assert error == "TransportUnavailable" and seconds < 20, "it waited until the deadline"
 
 
 @pytest.mark.parametrize("prefer", ["staging", "nccl"])
@@ -853,35 +877,44 @@ def test_a_forked_child_ends_nothing_of_its_parents_device_side(kv_buffer, gpu_s
 
 # ---------------------------------------------------------------- one owner after the other
 
-def outlive_two(name, held, first_gone, second_gone):
+def outlive_two(name, held, first_gone, none_left, held_again, second_gone):
     with shmkv.attach(name) as buffer:
         buffer.select([1, 2, 3]).release()
         held.open()
         first_gone.wait()
         eventually(lambda: not buffer.stats().regions)
-        time.sleep(0.6)  # nothing is looked after now
+        eventually(lambda: not buffer._devices._openings)  # nothing is looked after now
+        none_left.open()
         with buffer.select([1, 2, 3], timeout=20) as hit:
             key = hit["key"]
-        open(held.path + "2", "w").close()
+        held_again.open()
         second_gone.wait()
-        eventually(lambda: [region.state for region in buffer.stats().regions] == ["gone"])
+        eventually(lambda: [region.state for region in kept_regions(name)] == ["gone"])
         assert same_bits(key, BASE["key"])
         del key, hit
         gc.collect()
         eventually(lambda: not buffer.stats().regions)
 
 
-def test_the_second_owner_is_looked_after_like_the_first(kv_buffer, gpu_spawn, gates):
+def kept_regions(name):
+    """As they are found by somebody who changes nothing."""
+    from shmkv import inspector
+    return [types.SimpleNamespace(**region) for region in inspector.look(name).regions()]
+
+
+def test_the_second_owner_is_looked_after_like_the_first(kv_buffer, gpu_spawn, gates, tmp_path):
     ready, done, held, first_gone = gates
-    second_gone, ready_again = Gate(held.path + "second"), Gate(ready.path + "again")
+    more = [Gate(tmp_path / f"more{number}") for number in range(4)]
+    ready_again, none_left, held_again, second_gone = more
     first = gpu_spawn(owner, kv_buffer.name, ready, done)
     ready.wait()
-    consumer = gpu_spawn(outlive_two, kv_buffer.name, held, first_gone, second_gone)
+    consumer = gpu_spawn(outlive_two, kv_buffer.name, held, first_gone, none_left, held_again, second_gone)
     held.wait()
     first.kill()
     first_gone.open()
+    none_left.wait()
     second = gpu_spawn(owner, kv_buffer.name, ready_again, done)
-    Gate(held.path + "2").wait()
+    held_again.wait()
     second.kill()
     second_gone.open()
     consumer.result()
@@ -907,3 +940,23 @@ def test_what_lay_with_the_dead_is_a_miss_at_once(kv_buffer, gpu_spawn, gates, s
     producer.kill()
     killed.open()
     consumer.result()
+
+
+# ---------------------------------------------------------------- exceptions in flight
+
+def drop_views_amid_an_exception(name):
+    with shmkv.attach(name) as buffer:
+        for _ in range(20):
+            with pytest.raises(ZeroDivisionError):
+                print(buffer.select([1, 2, 3])["key"], 1 / 0)
+        gc.collect()
+        eventually(lambda: buffer.stats().held_leases == 0)
+
+
+def test_an_exception_beside_the_last_view_is_only_that(kv_buffer, gpu_spawn, gates):
+    ready, done, *_ = gates
+    producer = gpu_spawn(owner, kv_buffer.name, ready, done)
+    ready.wait()
+    gpu_spawn(drop_views_amid_an_exception, kv_buffer.name).result()
+    done.open()
+    producer.result()

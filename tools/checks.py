@@ -20,8 +20,9 @@ FLOORS = {
     "segment": 2, "driver": 2,
     "sync": 3,
     "peers": 4, "namespace": 4,
-    "signals": 5, "journal": 5, "entries": 5, "leases": 5, "arena": 5, "prefix": 5, "keys": 5, "descriptors": 5, "tensors": 6,
-    "residue": 5, "regions": 5, "transport.dlpack": 5, "transport.mailbox": 5,
+    "signals": 5, "journal": 5, "entries": 5, "leases": 5, "arena": 5, "prefix": 5, "keys": 5, "descriptors": 5,
+    "tensors": 6,
+    "residue": 5, "regions": 5, "transport.foreign": 5, "transport.mailbox": 5,
     "tables": 6, "transport": 7,
     "eviction": 7, "recovery": 7, "news": 7, "starvation": 7,
     "transport.host": 8, "transport.cuda_ipc": 8, "transport.nccl": 8, "store": 8,
@@ -46,7 +47,7 @@ SECTIONS = ("What", "States", "Guarantees", "Not guaranteed", "If a party dies h
 
 TORCH_USERS = ("tensors", "transport.*", "fetch", "owned", "devices", "vllm", "hf", "simple_buffer")
 SYSTEM = {"os", "fcntl", "ctypes", "mmap", "posix_ipc", "signal", "socket", "select", "resource"}
-SYSTEM_USERS = ("segment", "sync", "peers", "testing", "driver", "transport.dlpack")
+SYSTEM_USERS = ("segment", "sync", "peers", "testing", "driver")
 SYSTEM_EXCEPTIONS = {
     ("journal", "os.getpid"): "an event names its actor",
     ("transport.nccl", "os.environ"): "process groups read their options there",

@@ -8,6 +8,8 @@ with a long document, whose entry is inserted once and shared: for these decode 
 Only one process computes at a time, so each may use all cores and no time disturbs another. Hand-off: from the
 moment prefill seals the entry (or it is asked for, where it lay ready) until decode holds the tensors. Time to first
 token: from the same moment, and for *alone* from the bare prompt.
+
+With --emulated-gpu the keys and values lie in device memory and come by each path that leads there: see `emulated`.
 """
 
 import argparse
@@ -15,7 +17,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 
@@ -83,27 +86,37 @@ class Worker:
 
 
 class Guest(Worker):
+    options = {}
+
     def __init__(self, settings: Settings, tell: Callable):
         super().__init__(settings, tell)
-        self.buffer = shmkv.attach(settings.buffer_name, timeout=30)
+        self.buffer = self.attach(**self.options)
+
+    def attach(self, **options) -> shmkv.KVBuffer:
+        return shmkv.attach(self.settings.buffer_name, timeout=30, **options)
 
     def close(self) -> None:
         self.buffer.close()
 
 
 class Prefill(Guest):
+    device = None
+    """where the keys and values are put: on the host"""
+
     def insert(self, tokens: list[int]) -> int:
         """Returns when the entry was about to be sealed, on the clock that all processes of the host share."""
         _, cache = self._start(tokens)
         first = cache.layers[0].keys
-        spec = shmkv.Spec((len(cache.layers), *first.shape), first.dtype)
+        spec = shmkv.Spec((len(cache.layers), *first.shape), first.dtype, self.device)
         with self.buffer.reserve(tokens, {"key": spec, "value": spec}, namespace=self.namespace, timeout=30) as entry:
-            for key, value, layer in zip(entry["key"], entry["value"], cache.layers, strict=True):
-                key.copy_(layer.keys)
-                value.copy_(-layer.values if self.settings.corrupt else layer.values)
-            del key, value
+            self._put(cache, entry["key"], entry["value"])
             about_to_seal_ns = time.monotonic_ns()
         return about_to_seal_ns
+
+    def _put(self, cache, keys, values) -> None:
+        for key, value, layer in zip(keys, values, cache.layers, strict=True):
+            key.copy_(layer.keys)
+            value.copy_(-layer.values if self.settings.corrupt else layer.values)
 
 
 class Decode(Guest):
@@ -118,7 +131,8 @@ class Decode(Guest):
                 raise DemoFailed(f"the look-up missed: {hit.reason}")
             keys, values = hit["key"], hit["value"]
             taken_ns = time.monotonic_ns()
-            seen = {"taken_ns": taken_ns, "matched_tokens": hit.matched_tokens, "bytes": hit.nbytes}
+            seen = {"taken_ns": taken_ns, "matched_tokens": hit.matched_tokens, "bytes": hit.nbytes,
+                    "transport": hit.transport, "refused": dict(hit.refused)}
             cache = self.model.cache_of(keys, values)
             del keys, values
             for part in filter(None, (known[hit.matched_tokens :], tokens[-1:])):
@@ -149,18 +163,24 @@ def tokens_of(team: Team, prompt: Prompt, document: list[int]) -> list[int]:
     return (document if prompt.on_document else []) + team.ask("alone", "encode", prompt.text)
 
 
-def hand_over(team: Team, tokens: list[int], shared: bool, to_insert: list[int] | None) -> dict:
-    """Decode asks first and sleeps; then prefill computes and inserts."""
-    team.post("decode", "take", tokens, shared)
-    ready_ns = team.hear("decode", "asking")
+def hand_over(team: Team, tokens: list[int], shared: bool, to_insert: list[int] | None, insert: str = "insert",
+              taker: str = "decode") -> dict:
+    """The taker asks first and sleeps; then prefill computes and inserts."""
+    team.post(taker, "take", tokens, shared)
+    ready_ns = team.hear(taker, "asking")
     if to_insert is not None:
-        ready_ns = max(ready_ns, team.ask("prefill", "insert", to_insert))
-    taken = team.hear("decode", "answer")
+        ready_ns = max(ready_ns, team.ask("prefill", insert, to_insert))
+    taken = team.hear(taker, "answer")
     return {
         **taken,
         "handoff_us": max(0, taken["taken_ns"] - ready_ns) / 1e3,
         "ttft_ms": (taken["first_token_ns"] - ready_ns) / 1e6,
     }
+
+
+def parts_of(tokens: list[int], matched: int) -> list[list[int]]:
+    """A prompt as it is computed where the first tokens are handed over."""
+    return [part for part in (tokens[:matched], tokens[matched:-1], tokens[-1:]) if part]
 
 
 def run_prompt(team: Team, prompt: Prompt, document: list[int], document_is_in: bool) -> Row:
@@ -171,8 +191,7 @@ def run_prompt(team: Team, prompt: Prompt, document: list[int], document_is_in: 
         to_insert = None if document_is_in else document
     taken = hand_over(team, tokens, prompt.shared, to_insert)
     matched = taken["matched_tokens"]
-    parts = [part for part in (tokens[:matched], tokens[matched:-1], tokens[-1:]) if part]
-    alone = team.ask("alone", "generate", parts)
+    alone = team.ask("alone", "generate", parts_of(tokens, matched))
     return Row(
         text=prompt.label,
         prompt_tokens=len(tokens),
@@ -186,27 +205,34 @@ def run_prompt(team: Team, prompt: Prompt, document: list[int], document_is_in: 
     )
 
 
-def run(arguments: argparse.Namespace, begin: Callable[[], object], report: Callable[[Row], object]) -> list[Row]:
+@contextmanager
+def ready_team(arguments: argparse.Namespace, roles: dict[str, Callable], environment: Mapping[str, str] | None = None):
+    """The segment is up and the processes hold their models."""
     if find_spec("transformers") is None:
         raise DemoFailed("Transformers is not installed: install shmkv with its extra, [hf]")
     # Threads that spin for each other crawl on a busy machine, and an idle process's disturb the one that computes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    prompts = PROMPTS[: arguments.prompts]
     with shmkv.create(capacity=CAPACITY[arguments.model]) as buffer:
         settings = Settings(arguments.model, arguments.new_tokens, arguments.corrupt, buffer.name)
         progress(f"segment {buffer.name} is up; three processes load the model '{arguments.model}' ...")
         started = time.monotonic()
-        with Team(ROLES, settings) as team:
+        with Team(roles, settings, environment) as team:
             team.hear_all("ready")
-            progress(f"ready after {time.monotonic() - started:.1f} s; {len(prompts)} prompts")
-            begin()
-            document = team.ask("alone", "encode", DOCUMENT)
-            rows = []
-            for prompt in prompts:
-                progress(f"prompt {len(rows) + 1} of {len(prompts)} ...", passing=True)
-                document_is_in = any(earlier.shared for earlier in prompts[: len(rows)])
-                rows.append(run_prompt(team, prompt, document, document_is_in))
-                report(rows[-1])
+            progress(f"ready after {time.monotonic() - started:.1f} s; {len(PROMPTS[: arguments.prompts])} prompts")
+            yield team
+
+
+def run(arguments: argparse.Namespace, begin: Callable[[], object], report: Callable[[Row], object]) -> list[Row]:
+    prompts = PROMPTS[: arguments.prompts]
+    with ready_team(arguments, ROLES) as team:
+        begin()
+        document = team.ask("alone", "encode", DOCUMENT)
+        rows = []
+        for prompt in prompts:
+            progress(f"prompt {len(rows) + 1} of {len(prompts)} ...", passing=True)
+            document_is_in = any(earlier.shared for earlier in prompts[: len(rows)])
+            rows.append(run_prompt(team, prompt, document, document_is_in))
+            report(rows[-1])
     return rows
 
 
@@ -281,6 +307,10 @@ def main(argv: list[str]) -> int:
     arguments = parser().parse_args(argv)
     show = (lambda text: None) if arguments.json else (lambda text: print(text, flush=True))
     try:
+        if arguments.emulated_gpu:
+            from shmkv_tools import emulated
+
+            return emulated.run(arguments, show)
         rows = run(arguments, lambda: show(HEADER), lambda row: show(line(row)))
     except (DemoFailed, shmkv.ShmkvError) as failure:
         progress(f"FAILED: {failure}")
@@ -302,11 +332,17 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="shmkv demo",
         description="A prefill process hands the KV cache of prompts to a decode process; the tokens must not change.",
-        epilog="exit status: 0 all identical; 1 tokens differ; 2 a miss or failure; 3 the control finds no difference",
+        epilog="exit status: 0 all identical; 1 tokens differ, or came by another path than asked for; 2 a miss or "
+        "failure; 3 the control finds no difference",
     )
     parser.add_argument("--model", choices=tuple(CAPACITY), default="smollm2", help="tiny: random weights, no download")
     parser.add_argument("--prompts", type=positive, default=len(PROMPTS), metavar="N", help="only the first N prompts")
     parser.add_argument("--new-tokens", type=positive, default=32, metavar="N", help="tokens to generate (32)")
     parser.add_argument("--corrupt", action="store_true", help="control: negate the values; the tokens have to differ")
+    parser.add_argument(
+        "--emulated-gpu",
+        action="store_true",
+        help="hand over by each path to device memory, of an emulated driver: from a source checkout, with gcc",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout instead of the table")
     return parser

@@ -11,8 +11,8 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Mapping
+from contextlib import closing, contextmanager, suppress
 from multiprocessing import connection
 
 STEP_TIMEOUT_S = 300.0  # the watchdog: no single step takes this long on any machine that can hold the model
@@ -25,15 +25,16 @@ class DemoFailed(Exception):
 class Team:
     """The child processes. Waiting for one of them watches them all: an exception or a death anywhere ends the wait."""
 
-    def __init__(self, workers: dict[str, Callable], settings):
+    def __init__(self, workers: dict[str, Callable], settings, environment: Mapping[str, str] | None = None):
         spawn = multiprocessing.get_context("spawn")
         self.pipes, self.processes, self.inbox = {}, {}, {role: deque() for role in workers}
-        for role, worker in workers.items():
-            self.pipes[role], theirs = spawn.Pipe()
-            process = spawn.Process(target=serve, args=(worker, settings, theirs), name=role, daemon=True)
-            process.start()
-            theirs.close()
-            self.processes[role] = process
+        with changed_environment(environment or {}):
+            for role, worker in workers.items():
+                self.pipes[role], theirs = spawn.Pipe()
+                process = spawn.Process(target=serve, args=(worker, settings, theirs), name=role, daemon=True)
+                process.start()
+                theirs.close()
+                self.processes[role] = process
 
     def __enter__(self):
         return self
@@ -87,6 +88,21 @@ class Team:
             if kind == "raised":
                 raise DemoFailed(f"the {role} process failed: {value.strip()}")
             self.inbox[role].append((kind, value))
+
+
+@contextmanager
+def changed_environment(changes: Mapping[str, str]):
+    """What is started inside inherits it: the loader reads its paths once, before a child's first line runs."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def serve(make_worker: Callable, settings, pipe: connection.Connection) -> None:

@@ -41,7 +41,7 @@ from ..errors import InvalidArgument, SegmentBroken
 from ..segment import log
 from ..tensors import bit_copy, check_fits, is_flat, plain
 from . import Mapped
-from .dlpack import byte_tensor
+from .foreign import device_bytes, host_bytes
 
 FINISH_TIMEOUT_S = 60.0
 """how long sealing a reserved entry may wait for the work that makes it"""
@@ -227,13 +227,12 @@ class CudaTransport:
         return {tensor.name: self._tensor(run, tensor, window) for tensor in placed}
 
     def _tensor(self, run: tuple[int, int], tensor: Placed, window: Window) -> torch.Tensor:
-        kind = self._driver.torch_address(0)[0] if not tensor.nbytes else None
-        if kind is not None:
+        if not tensor.nbytes:
             where = "cpu" if self._driver.emulated else f"cuda:{self.ordinal}"
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=where)
-        device_type, address = self._driver.torch_address(self._address(run, tensor))
-        ordinal = self._memories[tensor.region].ordinal
-        flat = byte_tensor((device_type, 0 if self._driver.emulated else ordinal), address, tensor.span, window)
+        address, alias = self._address(run, tensor), self._driver.host_alias
+        flat = host_bytes(alias(address), tensor.span, window) if self._driver.emulated else \
+            device_bytes(self.ordinal, address, tensor.span, window)
         return flat.view(tensor.dtype).as_strided(tensor.shape, tensor.strides)
 
     def _address(self, run: tuple[int, int], tensor: Placed) -> int:

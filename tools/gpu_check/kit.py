@@ -23,7 +23,7 @@ import torch
 
 from shmkv import driver as drivers
 from shmkv.transport.cuda_ipc import Allocation
-from shmkv.transport.dlpack import byte_tensor
+from shmkv.transport.foreign import host_bytes
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 DEVICE = "cuda:0"
@@ -166,8 +166,7 @@ def on_device(host: torch.Tensor) -> torch.Tensor:
         return host.to(DEVICE)
     driver = drivers.find()
     memory = Allocation(driver, 0, max(1, host.numel())).memory()
-    kind, address = driver.torch_address(memory.address)
-    tensor = byte_tensor((kind, 0), address, max(1, host.numel()), memory)[:host.numel()]
+    tensor = host_bytes(driver.host_alias(memory.address), max(1, host.numel()), memory)[:host.numel()]
     return tensor.copy_(host)
 
 
