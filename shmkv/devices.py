@@ -95,7 +95,7 @@ class Devices:
         self._turn = threading.RLock()
         self._keeper: Keeper | None = None
         self._pinned: tuple[int, int] | None = None  # ordinal, address
-        self._fetcher = Fetcher(session)
+        self._fetcher = Fetcher(session, self._keep)
         self._openings = Openings(session, self._keep)
         self.owned = Owned(session, self._pin, self._keep)
         if options.capacity:

@@ -117,8 +117,10 @@ class Scratch:
 
 
 class Fetcher:
-    def __init__(self, session: Session):
-        self._session = session
+    """`wake` starts whoever calls `sweep` now and then while there are links."""
+
+    def __init__(self, session: Session, wake: Callable[[], None]):
+        self._session, self._wake = session, wake
         self._links: dict[tuple[int, int], tuple[Link, Scratch]] = {}  # by owner
         self._turns: dict[tuple[int, int], threading.Lock] = {}
 
@@ -180,6 +182,7 @@ class Fetcher:
             memory[:] = bytes(MAILBOX_BYTES)
             link = Link(Mailbox(memory, 1), 1, backend, device)
             known = self._links[owner] = link, scratch
+            self._wake()
         return *known, is_new
 
     def _ask(self, hold: Hold, owner: tuple[int, int], scratch: Scratch, until: int, enough: set[Ask]) -> None:

@@ -35,6 +35,7 @@ from shmkv.errors import TransportUnavailable
 from shmkv.layout import Counter, Lease, Wait
 from shmkv.peers import WaitState
 from shmkv.testing import die_at_store, eventually, unique_name
+from shmkv.transport.mailbox import MAILBOX_BYTES
 
 GEOMETRY = {"capacity": 128 * PAGE, "meta_capacity": 64 << 10, "slots": 24, "leases": 48, "peers": 8, "waits": 24,
             "device_arenas": 4, "registrations": 4}
