@@ -282,6 +282,8 @@ class Service:
             if words[at + Lease.request] != Ask.ASKED or leases.is_released(index):
                 continue
             slot = words[at + Lease.slot]
+            if slot >= entries.count:
+                continue
             entry = entries.at(slot)
             if (words[entry + Entry.peer], words[entry + Entry.peer_generation]) != (me.index, me.generation):
                 continue

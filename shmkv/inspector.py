@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 CORE = "shmkv core 1"
 MOST_HEAD_BYTES = 1 << 20
-LOOKS = 20
+LOOKS = 4
 TORN_AFTER_S = 0.05
 _NONSENSE = (IndexError, ValueError, OverflowError, KeyError, TypeError, MemoryError, RecursionError)
 FOREVER = 1 << 63

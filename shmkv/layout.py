@@ -390,7 +390,7 @@ def read_header(data: bytes, file_bytes: int) -> Layout:
     """
     if len(data) < Header.words * WORD_BYTES:
         raise SegmentBroken(f"the object has {len(data)} bytes, a header needs {Header.words * WORD_BYTES}")
-    words = memoryview(data).cast("Q")
+    words = memoryview(data[:len(data) // WORD_BYTES * WORD_BYTES]).cast("Q")
     if words[Header.magic] != MAGIC:
         raise SegmentBroken(f"no shmkv segment: magic word is {words[Header.magic]:#018x}, expected {MAGIC:#018x}")
     if words[Header.format] != FORMAT:

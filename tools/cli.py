@@ -1,65 +1,52 @@
-"""The `shmkv` command: finds the verb and hands the rest of the line to it. Starts without torch."""
+"""The `shmkv` command: hands the line to a verb, and whatever goes wrong is one line on stderr and exit code 2."""
 
-import argparse
+from __future__ import annotations
+
+import os
 import sys
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import suppress
 
-VERBS = {
-    "demo": ("shmkv_tools.demo", "hand the KV cache of real prompts from a prefill to a decode process"),
-    "gc": ("shmkv_tools.gc", "remove what dead processes left in /dev/shm"),
-    "doctor": ("shmkv_tools.doctor", "what this host can do, and why not"),
-    "bench": ("shmkv_tools.bench", "measure the hand-off"),
-}
+WRONG, INTERRUPTED = 2, 130
+TRACEBACK = "SHMKV_TRACEBACK"
 
 
 def main(argv: list[str] | None = None) -> int:
-    words = parser().parse_args(argv).rest
-    if not words or words[0] not in VERBS:
-        problem = f"unknown verb {words[0]!r}" if words else "a verb is missing"
-        return fail(f"{problem}; there are: {', '.join(VERBS)} (shmkv --help)")
-    verb, *rest = words
-    module_name, _ = VERBS[verb]
+    with suppress(AttributeError):  # a terminal without Unicode must not stop us
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
-        run = import_module(module_name).main
-    except ImportError as missing:
-        return fail(f"{verb}: {missing}; is the extra installed? (pip install 'shmkv[hf]')")
+        import click
+
+        from .verbs import Missing, shmkv
+    except ModuleNotFoundError as missing:
+        if missing.name != "click":
+            raise
+        return fail("the command needs click: pip install 'shmkv[cli]'")
     try:
-        return run(rest)
-    except KeyboardInterrupt:
-        fail(f"{verb}: interrupted")
-        return 130
+        return shmkv.main(argv, prog_name="shmkv", standalone_mode=False) or 0
+    except click.Abort:
+        return fail("interrupted", INTERRUPTED)
+    except (click.ClickException, Missing) as wrong:
+        return fail(wrong.format_message())
+    except Exception as error:
+        if os.environ.get(TRACEBACK):
+            raise
+        return fail(explained(error))
 
 
-def fail(message: str) -> int:
-    print(f"shmkv: {message}", file=sys.stderr)
-    return 2
+def explained(error: Exception) -> str:
+    from shmkv.errors import ShmkvError
+    if isinstance(error, ShmkvError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return f"a bug of shmkv: {type(error).__name__}: {error} ({TRACEBACK}=1 shows where)"
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        sys.exit(fail(message))
-
-
-def parser() -> argparse.ArgumentParser:
-    verbs = "\n".join(f"  {verb:8} {about}" for verb, (_, about) in VERBS.items())
-    parser = Parser(
-        prog="shmkv",
-        usage="shmkv [--version] VERB ...",
-        description="KV-cache hand-off between processes of one Linux host.",
-        epilog=f"verbs (each has its own --help):\n{verbs}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"shmkv {own_version()}")
-    parser.add_argument("rest", metavar="VERB", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return parser
-
-
-def own_version() -> str:
-    try:
-        return version("shmkv")
-    except PackageNotFoundError:
-        return "(not installed)"
+def fail(message: str, code: int = WRONG) -> int:
+    """One line, whatever a file name or an exception brought along."""
+    line = "".join(letter if letter.isprintable() else "?" for letter in " ".join(message.split()))
+    print(f"shmkv: {line}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -1,19 +1,21 @@
 """`shmkv doctor`: what this host and this process can do for a hand-over, what they cannot, and the knob to turn."""
 
-import argparse
-import json
 import os
 import resource
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
+import click
+
 from shmkv import driver as drivers
 from shmkv import segment, sync
 from shmkv.errors import ShmkvError, StorageFull
 from shmkv.transport import WHY, Facts, decide
 
-SCHEMA = 1
+from . import target
+from .target import emit, example
+
 OK, NOTE, NO = "ok", "note", "no"
 SMALL_SHM_BYTES = 1 << 30
 UNVERIFIED = "the NCCL path has been run over gloo only; no two GPUs have run it yet"
@@ -28,18 +30,18 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
-def main(argv: list[str]) -> int:
-    arguments = parser().parse_args(argv)
+@click.command("doctor", epilog=example("shmkv doctor", "shmkv doctor --json"))
+@target.JSON
+def command(as_json: bool) -> None:
+    """What this host and this process can do for a hand-over, what they cannot, and the knob to turn."""
     found = list(findings())
-    if arguments.json:
-        print(json.dumps({"schema": SCHEMA, "findings": [finding._asdict() for finding in found]}, indent=1))
-        return 0
+    if as_json:
+        return emit({"findings": [finding._asdict() for finding in found]})
     width = max(len(finding.name) for finding in found)
     for finding in found:
-        print(f"{finding.state:<5} {finding.name:<{width}}  {finding.text}")
+        click.echo(f"{finding.state:<5} {finding.name:<{width}}  {finding.text}")
         if finding.remedy and finding.state != OK:
-            print(f"{'':<5} {'':<{width}}  -> {finding.remedy}")
-    return 0
+            click.echo(f"{'':<5} {'':<{width}}  -> {finding.remedy}")
 
 
 def findings() -> Iterator[Finding]:
@@ -172,10 +174,3 @@ def collective() -> Iterator[Finding]:
 
 def _mib(nbytes: int) -> str:
     return f"{nbytes / (1 << 30):.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes >> 20} MiB"
-
-
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="shmkv doctor", description=__doc__.partition(": ")[2],
-                                     epilog="example: shmkv doctor --json")
-    parser.add_argument("--json", action="store_true", help=f"one object: schema {SCHEMA}, a list of findings")
-    return parser

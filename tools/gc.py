@@ -1,36 +1,56 @@
 """`shmkv gc`: removes the segments and semaphores that dead processes left in /dev/shm, and says why for each."""
 
-import argparse
+from __future__ import annotations
+
 import os
+from collections.abc import Iterator
+
+import click
 
 from shmkv import residue, segment, sync
 from shmkv.errors import NoSuchSegment, ShmkvError
 
+from . import target
+from .target import emit, example
 
-def main(argv: list[str]) -> int:
-    arguments = parser().parse_args(argv)
-    n_removed = 0
-    for name in sorted(arguments.names or segments()):
+
+@click.command("gc", epilog=example("shmkv gc --dry-run", "shmkv gc toy"))
+@click.argument("names", nargs=-1, metavar="[NAME]...", shell_complete=target.complete_names)
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@target.JSON
+def command(names: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
+    """Remove what dead processes left in /dev/shm: the segments named (default: all), and without names also the
+    semaphores of segments that are gone. Never what a living process is attached to, never foreign files.
+    """
+    found = []
+    for name, goes, why in objects(names, dry_run):
+        found.append({"name": name, "removed": goes, "why": why})
+        if not as_json:
+            click.echo(f"{name}: {verb(dry_run) if goes else 'kept'}, {why}" if why else f"{name}: gone meanwhile")
+    if as_json:
+        return emit({"dry_run": dry_run, "objects": found})
+    click.echo(f"{sum(one['removed'] for one in found)} {verb(dry_run)}")
+
+
+def verb(dry_run: bool) -> str:
+    return "to be removed" if dry_run else "removed"
+
+
+def objects(names: tuple[str, ...], dry_run: bool) -> Iterator[tuple[str, bool, str]]:
+    """Name, whether it goes (unless this is a dry run, it is gone by then), and why."""
+    for name in sorted(names or segments()):
         try:
-            gone = residue.is_abandoned(name) if arguments.dry_run else residue.remove_abandoned(name)
-            n_removed += gone
-            print(f"{name}: {verb(arguments, 'removed') if gone else 'kept'}, "
-                  f"{'all its processes are dead' if gone else 'a process that lives is attached'}")
+            name = segment.clean_name(name)
+            gone = residue.is_abandoned(name) if dry_run else residue.remove_abandoned(name)
+            yield name, gone, "all its processes are dead" if gone else "a process that lives is attached"
         except NoSuchSegment:
-            print(f"{name}: gone meanwhile")
+            yield name, False, ""
         except ShmkvError as error:
-            print(f"{name}: kept, {error.args[0]}")
-    for bell in sorted(orphans() if not arguments.names else ()):
-        n_removed += 1
-        print(f"{bell}: {verb(arguments, 'removed')}, its segment is gone and no process has it mapped")
-        if not arguments.dry_run:
+            yield name, False, error.args[0]
+    for bell in sorted(orphans() if not names else ()):
+        if not dry_run:
             sync.silence(f"/{bell.removeprefix('sem.')}")
-    print(f"{n_removed} {verb(arguments, 'removed')}")
-    return 0
-
-
-def verb(arguments: argparse.Namespace, word: str) -> str:
-    return f"to be {word}" if arguments.dry_run else word
+        yield bell, True, "its segment is gone and no process has it mapped"
 
 
 def segments() -> list[str]:
@@ -57,11 +77,3 @@ def mapped_inodes() -> set[int]:
         except OSError:
             continue
     return inodes
-
-
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="shmkv gc", description=__doc__.partition(": ")[2],
-                                     epilog="example: shmkv gc --dry-run")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="only these (default: all, and lost semaphores)")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    return parser

@@ -4,7 +4,7 @@ Handoff: microseconds from the producer's seal() of tensors made in place to the
 the round trip of two bare posix_ipc semaphores between the same two processes. Copy: insert() of a private tensor,
 beside one bare `torch.copy_` of the same bytes into warm shared memory. Lookup: the prefix order by itself. What is
 compared takes turns round by round, after warm-up rounds, so that the machine's moods fall on all alike. Medians and
-percentiles, never means.
+percentiles, never means. Looking (only if asked for: it takes minutes): what looking into a buffer costs its users.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import json
 import platform
 import sys
 
-from . import copying, handoff, lookup
+from . import copying, handoff, looking, lookup
 from .report import machine, table
 
-SECTIONS = {"handoff": handoff.run, "copy": copying.run, "lookup": lookup.run}
+SECTIONS = {"handoff": handoff.run, "copy": copying.run, "lookup": lookup.run, "looking": looking.run}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,7 +51,7 @@ def merge(into: dict, figures: dict) -> None:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="shmkv bench", description=__doc__.partition("\n")[0],
                                      epilog="example: shmkv bench --sections handoff --quick --json figures.json")
-    parser.add_argument("--sections", default=",".join(SECTIONS), metavar="A,B", help="default: %(default)s")
+    parser.add_argument("--sections", default="handoff,copy,lookup", metavar="A,B", help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="fewer rounds, under a minute")
     parser.add_argument("--json", metavar="FILE", help="write all figures to FILE")
     return parser
