@@ -38,10 +38,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from . import descriptors, namespace
-from .entries import READY, RESERVED, TAKEN, EntryState
+from .entries import READY, EntryState
 from .errors import InvalidArgument, NoSuchSegment, SegmentBroken, ShmkvError
 from .journal import Event as JournalEvent
-from .journal import EventKind, Journal
+from .journal import Journal
 from .layout import (
     PAGE_BYTES,
     WORD_BYTES,
@@ -64,8 +64,8 @@ from .signals import SignalKind
 from .transport import decode_decision
 
 if TYPE_CHECKING:
-    from .keys import Key
     from .tables import Tables
+    from .why import Why
 
 T = TypeVar("T")
 CORE = "shmkv core 1"
@@ -92,6 +92,7 @@ class PeerRow(NamedTuple):
     life: str
     roles: list[str]
     closed: bool
+    pid_namespace: int
     attached_ns: int
     leases: int
     signals: int
@@ -140,26 +141,6 @@ class WaitRow(NamedTuple):
     tokens: list[int]
     nbytes: int
     on: list[int]
-
-
-class Why(NamedTuple):
-    """Whether a prompt would hit, and if not, each reason that can be told, the most telling first.
-
-    `nearest`: sequence of the entry of the same namespace with most tokens in common (0: none), `common_tokens` how
-    many, and the ids at the first position that differs (None: the prompt, or the entry, ends there). `history`: what
-    became of entries that the prompt begins with.
-    """
-
-    hit: bool
-    sequence: int
-    matched_tokens: int
-    n_tokens: int
-    reasons: list[str]
-    nearest: int
-    common_tokens: int
-    wanted_token: int | None
-    found_token: int | None
-    history: list[JournalEvent]
 
 
 class Copy:
@@ -230,17 +211,17 @@ class Picture:
         return sum(nbytes for _, nbytes in self.runs())
 
     def meta_used_bytes(self) -> int:
-        return sum(self._column(Entry.meta_bytes, in_use=True))
+        return sum(self.column(Entry.meta_bytes, in_use=True))
 
     def states(self) -> dict[str, int]:
         """How many entries are in each state."""
-        column = self._column(Entry.state)
+        column = self.column(Entry.state)
         return {state.name.lower(): column.count(state) for state in EntryState}
 
     def runs(self, region: int = 0) -> list[tuple[int, int]]:
         """(offset, bytes) of the runs in the payload arena (or of an `Entry.region`), in order."""
-        columns = zip(self._column(Entry.state), self._column(Entry.region), self._column(Entry.run_at),
-                      self._column(Entry.run_bytes), strict=True)
+        columns = zip(self.column(Entry.state), self.column(Entry.region), self.column(Entry.run_at),
+                      self.column(Entry.run_bytes), strict=True)
         return sorted((at, nbytes) for state, where, at, nbytes in columns if state and nbytes and where == region)
 
     def holes(self) -> list[tuple[int, int]]:
@@ -253,7 +234,7 @@ class Picture:
         return [*found, (at, end - at)] if at < end else found
 
     def peers(self) -> list[PeerRow]:
-        leases = Tally(self.words[at + Lease.peer] for at in self._held())
+        leases = Tally(self.words[at + Lease.peer] for at in self.held())
         rows = []
         for index in range(self.layout.peers.count):
             at, words = self._peer(index), self.words
@@ -263,22 +244,22 @@ class Picture:
             roles = [name for bit, name in ((PRODUCER, "producer"), (CONSUMER, "consumer"))
                      if words[at + Peer.roles] & bit]
             unread = (words[at + Peer.ring_head] - words[at + Peer.ring_tail]) % (1 << 64)
-            rows.append(PeerRow(index, words[at + Peer.generation], _printable(role), words[at + Peer.pid],
+            rows.append(PeerRow(index, words[at + Peer.generation], printable(role), words[at + Peer.pid],
                                 self.lives.get(index, "unknown"), roles, bool(words[at + Peer.closed]),
-                                words[at + Peer.attached_ns], leases[index],
+                                words[at + Peer.pid_namespace], words[at + Peer.attached_ns], leases[index],
                                 min(unread, self.layout.geometry.ring), words[at + Peer.ring_dropped]))
         return rows
 
     def entries(self, n_tokens: int = 8) -> Iterator[EntryRow]:
         """The entries in use, by slot, with the first `n_tokens` of their tokens."""
         holders: dict[int, list[int]] = {}
-        for at in self._held():
+        for at in self.held():
             slot = self.words[at + Lease.slot]
             if slot < self.layout.entries.count and \
-                    self.words[at + Lease.entry_generation] == self.words[self._entry(slot) + Entry.generation]:
+                    self.words[at + Lease.entry_generation] == self.words[self.record(slot) + Entry.generation]:
                 holders.setdefault(slot, []).append(self.words[at + Lease.peer])
         for slot in range(self.layout.entries.count):
-            if self.words[self._entry(slot)]:
+            if self.words[self.record(slot)]:
                 yield self._row(slot, n_tokens, holders.get(slot, []))
 
     def entry(self, slot: int) -> EntryRow:
@@ -332,7 +313,7 @@ class Picture:
     def problems(self) -> list[str]:
         """Each way in which the picture contradicts itself. A MOVING one may, without anything being wrong."""
         from . import recovery
-        tables = self._tables()
+        tables = self.tables()
         try:
             return self._guarded(lambda: list(recovery.problems(tables)))
         except SegmentBroken as broken:
@@ -341,11 +322,11 @@ class Picture:
     def explain(self, tokens: Any, names: dict[str, Any] | None = None, match: str = "prefix",
                 min_tokens: int = 1) -> Why:
         """Would `select(tokens, namespace=names, ...)` hit? If not, why?"""
-        from . import keys
+        from . import keys, why
         if match not in ("prefix", "exact", "overlap") or min_tokens < 1:
             raise InvalidArgument(f"match={match!r}, min_tokens={min_tokens!r}")
         wanted = keys.key(tokens, namespace=names)
-        return self._guarded(lambda: self._explained(wanted, match, min_tokens))
+        return self._guarded(lambda: why.Search(self, wanted, match, self.state == State.AT_REST).explain(min_tokens))
 
     def save(self, path: str) -> None:
         """Keep the picture in a new file of mode 0600."""
@@ -366,17 +347,17 @@ class Picture:
     def _peer(self, index: int) -> int:
         return self.layout.peers.word + index * self.layout.peers.stride
 
-    def _entry(self, slot: int) -> int:
+    def record(self, slot: int) -> int:
         return self.layout.entries.word + slot * self.layout.entries.stride
 
-    def _column(self, field: int, in_use: bool = False) -> list[int]:
+    def column(self, field: int, in_use: bool = False) -> list[int]:
         """One word of every entry's record, by slot (or of those in use only)."""
         area = self.layout.entries
         stop = area.word + area.count * area.stride
         column = self.words[area.word + field:stop:area.stride].tolist()
-        return [word for word, state in zip(column, self._column(0), strict=True) if state] if in_use else column
+        return [word for word, state in zip(column, self.column(0), strict=True) if state] if in_use else column
 
-    def _held(self) -> list[int]:
+    def held(self) -> list[int]:
         area = self.layout.leases
         stop = area.word + area.count * area.stride
         column = self.words[area.word:stop:area.stride].tolist()
@@ -388,7 +369,7 @@ class Picture:
         return [index for index, state in enumerate(column) if state == ATTACHED]
 
     def _row(self, slot: int, n_tokens: int, holders: list[int]) -> EntryRow:
-        at = self._entry(slot)
+        at = self.record(slot)
         record = self.words[at:at + Entry.words].tolist()
         tokens, names, tensors, broken, count = [], {}, [], "", 0
         try:
@@ -420,9 +401,9 @@ class Picture:
         head, ids = _split(self._copy.memory[at:at + key_bytes])
         blob = self.raw[at + blob_at:at + blob_at + blob_bytes]
         first = ids[:4 * n_tokens].cast("I").tolist()
-        return first, self._names_of(bytes(head)), self._tensors(blob, record[Entry.run_bytes]), len(ids) // 4
+        return first, self.names_of(bytes(head)), self._tensors(blob, record[Entry.run_bytes]), len(ids) // 4
 
-    def _names_of(self, head: bytes) -> dict:
+    def names_of(self, head: bytes) -> dict:
         if head not in self._names:
             self._names[head] = namespace.decode_namespace(head)
         return self._names[head]
@@ -433,7 +414,7 @@ class Picture:
             return []
         if (blob, run_bytes) not in self._parsed:
             self._parsed[blob, run_bytes] = [
-                {"name": _printable(tensor.name), "dtype": tensor.dtype, "shape": list(tensor.shape),
+                {"name": printable(tensor.name), "dtype": tensor.dtype, "shape": list(tensor.shape),
                  "nbytes": tensor.nbytes, "region": tensor.region - 1 if tensor.region else None}
                 for tensor in descriptors.parse(blob, run_bytes)]
         return self._parsed[blob, run_bytes]
@@ -441,7 +422,7 @@ class Picture:
     def _moved(self, slot: int) -> bool:
         if self._other is None:
             return False
-        at, nbytes = self._entry(slot) * WORD_BYTES, Entry.words * WORD_BYTES
+        at, nbytes = self.record(slot) * WORD_BYTES, Entry.words * WORD_BYTES
         return self.raw[at:at + nbytes] != self._other[at:at + nbytes]
 
     def _waiter(self, at: int) -> WaitRow:
@@ -477,13 +458,13 @@ class Picture:
 
     def _room_holders(self, region: int) -> list[int]:
         """Who can make room: those who hold entries there, else those who consume."""
-        held = [self.words[at + Lease.peer] for at in self._held()
+        held = [self.words[at + Lease.peer] for at in self.held()
                 if self.words[at + Lease.slot] < self.layout.entries.count
-                and self.words[self._entry(self.words[at + Lease.slot]) + Entry.region] == region]
+                and self.words[self.record(self.words[at + Lease.slot]) + Entry.region] == region]
         return [*held, *self._consumers]
 
     def _owners_asked(self, peer: int) -> list[int]:
-        return [self.words[self._entry(self.words[at + Lease.slot]) + Entry.peer] for at in self._held()
+        return [self.words[self.record(self.words[at + Lease.slot]) + Entry.peer] for at in self.held()
                 if self.words[at + Lease.peer] == peer and self.words[at + Lease.request]
                 and self.words[at + Lease.slot] < self.layout.entries.count]
 
@@ -494,137 +475,20 @@ class Picture:
                 "kind": _named(RegionKind, info.kind), "owner": info.peer, "device": info.uuid.hex(),
                 "nbytes": info.nbytes, "used_bytes": sum(nbytes for _, nbytes in runs), "mapped_by": mapped}
 
-    # ------------------------------------------------------------ explaining
-
-    def _tables(self) -> Tables:
+    def tables(self) -> Tables:
+        """Tables over a private copy of the picture."""
         from .tables import Tables
         return Tables(Copy(self.name, self.layout, bytearray(self.raw)))  # type: ignore[arg-type]  # of a private copy
 
-    def _expired(self) -> list[int]:
+    def expired(self) -> list[int]:
         """The READY entries whose time is over, which the next call of anybody will free."""
-        columns = zip(self._column(Entry.state), self._column(Entry.expires_ns), strict=True)
+        columns = zip(self.column(Entry.state), self.column(Entry.expires_ns), strict=True)
         return [slot for slot, (state, expires) in enumerate(columns)
                 if state == READY and 0 < expires <= self.now_ns]
 
-    def _explained(self, wanted: Key, match: str, min_tokens: int) -> Why:
-        from . import recovery
-        tables, expired = self._tables(), set(self._expired())
-        if self.state != State.AT_REST:
-            recovery.rebuild(tables)
-        if expired:
-            tables.order.rebuild(set(tables.entries.slots(READY)) - expired)
-        start = wanted.token_start
-        found = tables.order.find(wanted.data, match, 4 * min_tokens, start)
-        history = self._history(wanted)
-        if found is not None:
-            slot, n_matched = found[0], (found[1] - start) // 4
-            return Why(True, self._sequence(slot), n_matched, wanted.n_tokens, [], self._sequence(slot), n_matched,
-                       None, None, history)
-        slot, common = self._nearest(tables, wanted)
-        past = [*self._out_of_reach(wanted, match, expired), *self._past(history, wanted, match),
-                *self._unfit(tables, wanted, match, min_tokens, start)]
-        if slot is None:
-            reasons = [*past, *self._elsewhere(wanted)] or ["no entry begins like it in this namespace"]
-            return Why(False, 0, 0, wanted.n_tokens, reasons, 0, 0, None, None, history)
-        ours, theirs = _token(wanted.data, start + common), _token(self._key_of(slot), start + common)
-        if ours is None and not past:
-            past = [f'entry {self._sequence(slot)} begins with all {common // 4} tokens and is longer '
-                    f'(match="overlap" would take it)']
-        reasons = [*past, *(self._elsewhere(wanted) if not common else [])]
-        return Why(False, 0, 0, wanted.n_tokens, reasons, self._sequence(slot), common // 4, ours, theirs, history)
-
-    def _sequence(self, slot: int) -> int:
-        return self.words[self._entry(slot) + Entry.sequence]
-
-    def _nearest(self, tables: Tables, wanted: Key) -> tuple[int | None, int]:
-        """The entry of the same namespace that has most in common, and the bytes of tokens in common."""
-        before, left, behind, right = tables.order.near(wanted.data, wanted.token_start)
-        slot, common = max([(before, left), (behind, right)], key=lambda one: (one[0] is not None, one[1]))
-        return slot, max(0, common - wanted.token_start) // 4 * 4
-
-    def _unfit(self, tables: Tables, wanted: Key, match: str, min_tokens: int, start: int) -> list[str]:
-        """Entries that other options would have found."""
-        found = tables.order.find(wanted.data, "prefix" if match == "exact" else match, 4, start)
-        if found is None:
-            return []
-        n_matched, sequence = (found[1] - start) // 4, self._sequence(found[0])
-        if match == "exact" and n_matched < wanted.n_tokens:
-            return [f'entry {sequence} has the first {n_matched} tokens (match="prefix" would take it)']
-        return [f"entry {sequence} matches {n_matched} tokens, fewer than min_tokens={min_tokens}"]
-
-    def _out_of_reach(self, wanted: Key, match: str, expired: set[int]) -> list[str]:
-        """Entries that would match, were they not expired, taken or still being written."""
-        found = []
-        for slot, state in enumerate(self._column(Entry.state)):
-            if (slot in expired or state in (TAKEN, RESERVED)) and _matches(self._key_of(slot), wanted.data, match):
-                n_tokens = (len(self._key_of(slot)) - wanted.token_start) // 4
-                found.append((n_tokens, f"entry {self._sequence(slot)} of {n_tokens} tokens {self._why_out(slot)}"))
-        return [text for _, text in sorted(found, reverse=True)[:3]]
-
-    def _why_out(self, slot: int) -> str:
-        at = self._entry(slot)
-        if self.words[at] == READY:
-            ago = self._ago(self.words[at + Entry.expires_ns])
-            return f"expired {ago} ago; the next call of anybody frees it"
-        if self.words[at] == RESERVED:
-            peer = self.words[at + Entry.peer]
-            return (f"is still being written by peer {peer} (pid {self.pid(peer)}, {self.life(peer)}), "
-                    f"since {self._ago(self.words[at + Entry.created_ns])}")
-        leases = [lease for lease in self._held() if self.words[lease + Lease.slot] == slot
-                  and self.words[lease + Lease.kind] == LeaseKind.TAKE]
-        if not leases:
-            return "is taken"
-        peer, since = self.words[leases[0] + Lease.peer], self.words[leases[0] + Lease.since_ns]
-        who = f"peer {peer} (pid {self.pid(peer)}, {self.life(peer)})"
-        return f"was taken {self._ago(since)} ago by {who}, who holds it"
-
-    def _history(self, wanted: Key) -> list[JournalEvent]:
-        """The events of entries whose key the prompt begins with, as far as the journal and its hints go."""
-        from . import keys
-        prints: dict[int, int] = {}
-        for event in (events := self.events()):
-            if 0 < event.n_tokens <= wanted.n_tokens and event.n_tokens not in prints:
-                cut = wanted.data[:wanted.token_start + 4 * event.n_tokens]
-                prints[event.n_tokens] = keys.Key(cut).fingerprint
-        return [event for event in events if prints.get(event.n_tokens) == event.fingerprint]
-
-    def _past(self, history: list[JournalEvent], wanted: Key, match: str) -> list[str]:
-        """What became of the last such entry that is no more."""
-        there = set(self._column(Entry.sequence, in_use=True))
-        ended = [event for event in history if event.kind in _ENDS and event.sequence not in there
-                 and (match != "exact" or event.n_tokens == wanted.n_tokens)]
-        if not ended:
-            return []
-        last = max(ended, key=lambda event: (event.n_tokens, event.ticket))
-        return [f"entry {last.sequence} of {last.n_tokens} tokens was {_ENDS[last.kind]} "
-                f"{self._ago(last.time_ns)} ago by pid {last.pid}"]
-
-    def _elsewhere(self, wanted: Key) -> list[str]:
-        """The same tokens under another namespace, and the fields that differ."""
-        tokens = wanted.data[wanted.token_start:]
-        for slot, state in enumerate(self._column(Entry.state)):
-            if state != READY:
-                continue
-            head, ids = _split(self._key_of(slot))
-            if len(ids) and tokens.startswith(ids):
-                ours, theirs = self._names_of(wanted.data[4:wanted.token_start]), self._names_of(bytes(head))
-                differing = sorted(name for name in {*ours, *theirs}
-                                   if repr(ours.get(name)) != repr(theirs.get(name)))
-                fields = ", ".join(f"{_printable(name)}: {_shown(theirs, name)} there, {_shown(ours, name)} asked for"
-                                   for name in differing)
-                return [f"entry {self._sequence(slot)} has these tokens under another namespace "
-                        f"({fields})"]
-        return []
-
-    def _ago(self, then_ns: int) -> str:
-        return f"{max(0, self.now_ns - then_ns) / 1e9:.1f} s"
-
-    def _key_of(self, slot: int) -> bytes:
-        at = self._entry(slot)
-        start, nbytes = self.words[at + Entry.meta_at], self.words[at + Entry.key_bytes]
-        if start + nbytes > self.layout.meta.nbytes:
-            raise SegmentBroken(f"slot {slot}: its key lies outside the meta arena")
-        return self.raw[self.layout.meta.at + start:self.layout.meta.at + start + nbytes]
+    def sequence(self, slot: int) -> int:
+        """The number of the entry in a slot."""
+        return self.words[self.record(slot) + Entry.sequence]
 
     # ------------------------------------------------------------ leases
 
@@ -638,19 +502,16 @@ class Picture:
     def leases(self) -> list[dict[str, Any]]:
         """The held leases: kind, entry, holder, since when, and the path by which it is seen."""
         rows = []
-        for at in self._held():
+        for at in self.held():
             slot = self.words[at + Lease.slot]
             rows.append({"kind": _named(LeaseKind, self.words[at + Lease.kind]), "slot": slot,
-                         "sequence": self._sequence(slot) if slot < self.layout.entries.count else 0,
+                         "sequence": self.sequence(slot) if slot < self.layout.entries.count else 0,
                          "peer": self.words[at + Lease.peer], "thread": self.words[at + Lease.thread],
                          "since_ns": self.words[at + Lease.since_ns],
                          "released": self.words[at + Lease.released] == self.words[at], **self.decision(at)})
         return rows
 
 
-_ENDS = {EventKind.TAKEN: "taken", EventKind.CONSUMED: "consumed", EventKind.EVICTED: "evicted",
-         EventKind.EXPIRED: "expired", EventKind.CANCELLED: "cancelled", EventKind.ABORTED: "aborted",
-         EventKind.LOST: "lost with its producer's device memory"}
 _WAITS_FOR = {WaitKind.SIGNAL: "a signal", WaitKind.REQUEST: "requests for its device memory",
               WaitKind.ANSWER: "the owner of device memory"}
 
@@ -715,7 +576,7 @@ def _loaded(name: str, layout: Layout, raw: bytes, head: dict[str, Any], written
     named = next((state for state in State if state.value == head.get("state")), None)
     lives = {int(index): life for index, life in known("lives", dict, {}).items()
              if index.isascii() and index.isdigit() and len(index) < 9 and life in ("alive", "stopped", "dead")}
-    return Picture(_printable(known("name", str, name))[:180], layout, raw, None,
+    return Picture(printable(known("name", str, name))[:180], layout, raw, None,
                    named or (State.TORN if odd else State.AT_REST), lives, known("lock", int, 0) or None,
                    known("now_ns", int, 0) or time.monotonic_ns(), known("taken_ns", int, written_ns))
 
@@ -794,10 +655,6 @@ def _lock_holder(fd: int) -> int | None:
     return None
 
 
-def _token(data: bytes, at: int) -> int | None:
-    return int.from_bytes(data[at:at + 4], sys.byteorder) if at + 4 <= len(data) else None
-
-
 def _split(data: Any) -> tuple[Any, Any]:
     """Namespace and tokens of a key's bytes, as `keys.split`, which would bring NumPy along."""
     if len(data) < 4 or len(data) % 4:
@@ -808,10 +665,6 @@ def _split(data: Any) -> tuple[Any, Any]:
     return data[4:start], data[start:]
 
 
-def _matches(key: bytes, wanted: bytes, match: str) -> bool:
-    return key == wanted if match == "exact" else wanted.startswith(key)
-
-
 def _named(numbers: type[IntEnum], value: int) -> str:
     try:
         return numbers(value).name.lower()
@@ -819,9 +672,5 @@ def _named(numbers: type[IntEnum], value: int) -> str:
         return f"unknown ({value})"
 
 
-def _shown(names: dict, name: str) -> str:
-    return _printable(namespace.show(names[name])) if name in names else "nothing"
-
-
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)

@@ -262,7 +262,7 @@ IMAGE_1 = """
 3c00000000000000 0020000000000000 0030000000000000 0300000000000000
 0500000000000000 980501a700000000
 """
-"""the first words of a segment, to the checksum, of that geometry, as they lie in the file on a little-endian machine"""
+"""the first words of a segment of that geometry, to the checksum, as they lie in the file of a little-endian machine"""
 
 
 def test_the_records_of_version_1_are_what_they_were():

@@ -12,6 +12,7 @@ from shmkv import inspector
 from shmkv.errors import ShmkvError
 from shmkv.inspector import State
 from shmkv.layout import Entry, Header, Region, read_header
+from shmkv.regions import RegionState
 from shmkv.testing import eventually
 
 PROMPT, NAMES = scenes.PROMPT, scenes.NAMES
@@ -216,7 +217,8 @@ def core(kv_create, kv_spawn, tmp_path):
         data = bytearray(scenes.image(buffer.name)[0])
     layout = read_header(bytes(data[:4096]), len(data))
     words = memoryview(data).cast("Q")
-    words[layout.regions.word + Region.state] = words[layout.regions.word + Region.kind] = 1
+    words[layout.regions.word + Region.kind] = words[layout.regions.word + Region.generation] = 1
+    words[layout.regions.word + Region.state], words[layout.mappings.word] = RegionState.GONE, 1
     words[layout.regions.word + Region.nbytes] = 1 << 20
     words.release()
     path.write_bytes(data)

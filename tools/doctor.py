@@ -9,7 +9,7 @@ from typing import NamedTuple
 import click
 
 from shmkv import driver as drivers
-from shmkv import segment, sync
+from shmkv import inspector, segment, sync
 from shmkv.errors import ShmkvError, StorageFull
 from shmkv.transport import WHY, Facts, decide
 
@@ -30,11 +30,14 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
-@click.command("doctor", epilog=example("shmkv doctor", "shmkv doctor --json"))
+@click.command("doctor", epilog=example("shmkv doctor", "shmkv doctor toy", "shmkv doctor --json"))
+@click.argument("names", nargs=-1, metavar="[NAME ...]")
 @target.JSON
-def command(as_json: bool) -> None:
-    """What this host and this process can do for a hand-over, what they cannot, and the knob to turn."""
-    found = list(findings())
+def command(names: tuple[str, ...], as_json: bool) -> None:
+    """What this host and this process can do for a hand-over, what they cannot, and the knob to turn. With NAME, also
+    whether the processes of that buffer share what they need to with this one.
+    """
+    found = [*findings(), *(finding for name in names for finding in peers(name))]
     if as_json:
         return emit({"findings": [finding._asdict() for finding in found]})
     width = max(len(finding.name) for finding in found)
@@ -105,6 +108,17 @@ def clock() -> Finding:
     return Finding("waiting", OK if exact else NOTE, "by the monotonic clock" if exact else
                    "this libc has no sem_clockwait: a step of the wall clock can delay a wake-up by half a second",
                    "glibc 2.30 or newer")
+
+
+def peers(name: str) -> Iterator[Finding]:
+    """Whether the processes of a buffer are in our PID namespace, which device memory has to be shared in."""
+    here = os.stat("/proc/self/ns/pid").st_ino
+    for peer in inspector.look(name).peers():
+        same = peer.pid_namespace == here
+        who = f"{name}: peer {peer.index}{f' {peer.role}' if peer.role else ''}"
+        yield Finding(who, OK if same else NOTE, f"pid {peer.pid}, {peer.life}, in "
+                      f"{'this' if same else 'another'} PID namespace",
+                      "device memory is staged between them: --pid=container:NAME brings them together")
 
 
 # ---------------------------------------------------------------- devices

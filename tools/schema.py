@@ -35,7 +35,8 @@ RECORDS: dict[str, dict[str, str]] = {
         "role": "str: as given to create or attach",
         "pid": "int: in its own PID namespace", "life": "str: alive, stopped, dead (as the kernel says), unknown",
         "roles": "list of str: producer, consumer: what it has done so far",
-        "closed": "bool: its handle is closed, views still hold leases", "attached_ns": "int",
+        "closed": "bool: its handle is closed, views still hold leases",
+        "pid_namespace": "int: inode of its PID namespace", "attached_ns": "int",
         "leases": "int: held by it", "signals": "int: unread", "signals_lost": "int: to a full ring",
     },
     "entry": {
