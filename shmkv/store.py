@@ -129,6 +129,7 @@ class Store:
 
     def collect(self) -> None:
         """Settle the leases that were released."""
+        self._mutate()  # the hint that there are any is taken back now: cut short from here on, they are looked for
         for index in self._leases.released():
             self._settle(index, self.words[self._leases.at(index) + Lease.outcome])
         self._rest()

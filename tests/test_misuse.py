@@ -316,3 +316,20 @@ def test_a_hold_names_its_lease_only_while_it_is_held(kv_buffer):
     assert hit.hold.outcome == leases.Outcome.CONSUMED
     hit.release(returned=True)
     assert kv_buffer.drop_select([1], copy=True)["x"].equal(X["x"])
+
+
+def test_a_release_is_not_forgotten_when_its_collection_is_cut_short(kv_buffer, monkeypatch):
+    kv_buffer.insert([1], {"x": torch.ones(4)})
+    hit, held, cut = kv_buffer.drop_select([1]), leases.Leases.held, []
+
+    def interrupted(self):
+        if not cut:
+            cut.append(1)
+            raise KeyboardInterrupt
+        return held(self)
+
+    monkeypatch.setattr(leases.Leases, "held", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        hit.release()
+    stats = kv_buffer.stats()
+    assert (stats.held_leases, stats.used_bytes, stats.counters["consumed"]) == (0, 0, 1)
