@@ -29,6 +29,7 @@ import json
 import os
 import stat
 import sys
+import tempfile
 import time
 from collections import Counter as Tally
 from collections.abc import Callable, Iterator
@@ -332,9 +333,7 @@ class Picture:
         """Keep the picture in a new file of mode 0600."""
         head = {"core": CORE, "name": self.name, "state": self.state.value, "lives": self.lives, "lock": self.lock_pid,
                 "now_ns": self.now_ns, "taken_ns": self.taken_ns, "file_bytes": self.layout.file_bytes}
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(fd, "wb") as file:
-            file.write(json.dumps(head).encode() + b"\n" + self.raw)
+        write_new(path, json.dumps(head).encode() + b"\n" + self.raw)
 
     # ------------------------------------------------------------ how
 
@@ -615,6 +614,25 @@ def _read(fd: int, layout: Layout) -> bytes:
 
 def _mutation(fd: int) -> int:
     return int.from_bytes(os.pread(fd, WORD_BYTES, Header.mutation * WORD_BYTES), sys.byteorder)
+
+
+def write_new(path: str, data: bytes) -> None:
+    """Write a whole file of mode 0600, in place of one of that name. Raises InvalidArgument for what is no plain file
+    and in the folder of the segments; then nothing was written.
+    """
+    real = os.path.realpath(path)
+    if os.path.dirname(real) == DIRECTORY or os.path.exists(real) and not os.path.isfile(real):
+        raise InvalidArgument(f"{path!r} is not written: it is no plain file, or lies in {DIRECTORY}",
+                              hint="name a file of your own")
+    fd, draft = tempfile.mkstemp(dir=os.path.dirname(real) or ".", prefix=".shmkv-")
+    try:
+        with open(fd, "wb") as file:
+            file.write(data)
+        os.replace(draft, real)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(draft)
+        raise
 
 
 def _lives(fd: int, layout: Layout, data: bytes) -> dict[int, str]:

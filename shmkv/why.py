@@ -136,7 +136,7 @@ class Search:
 
     def _elsewhere(self) -> list[str]:
         """The same tokens under another namespace, and the fields that differ."""
-        tokens, names_of = self._wanted.data[self._start:], self._picture.names_of
+        tokens, names_of, found = self._wanted.data[self._start:], self._picture.names_of, []
         for slot, state in enumerate(self._picture.column(Entry.state)):
             if state != READY:
                 continue
@@ -146,8 +146,9 @@ class Search:
                 differing = sorted(name for name in {*ours, *theirs} if repr(ours.get(name)) != repr(theirs.get(name)))
                 fields = ", ".join(f"{_printable(name)}: {_shown(theirs, name)} there, "
                                    f"{_shown(ours, name)} asked for" for name in differing)
-                return [f"entry {self._picture.sequence(slot)} has these tokens under another namespace ({fields})"]
-        return []
+                text = f"entry {self._picture.sequence(slot)} has these tokens under another namespace ({fields})"
+                found.append((len(differing), -len(ids), text))
+        return [text for _, _, text in sorted(found)[:1]]
 
     def _ago(self, then_ns: int) -> str:
         return f"{max(0, self._picture.now_ns - then_ns) / 1e9:.1f} s"

@@ -15,6 +15,7 @@ import pyte
 import pytest
 import scenes
 import test_inspector
+import torch
 from test_inspector import core  # noqa: F401  # a fixture
 
 import shmkv
@@ -436,3 +437,64 @@ def test_thousands_of_entries_are_shown_in_a_moment(kv_create, shmkv_command):
         assert len(shmkv_command("dump", buffer.name).out.splitlines()) > 8192
         took.append(time.process_time() - started)
     assert min(took) < 0.3, took
+
+
+# ---------------------------------------------------------------- what may not happen to others
+
+EVIL = "\x1b]0;pwn\x07\n\x1b[2J\u202e\x9b"
+
+
+@pytest.mark.parametrize("verb", [("dump",), ("entries",), ("explain", "--tokens", "5")])
+def test_no_control_character_of_a_namespace_reaches_the_terminal(kv_buffer, shmkv_command, verb):
+    kv_buffer.insert([5], {"x": torch.ones(1)}, namespace={EVIL: EVIL})
+    said = shmkv_command(verb[0], kv_buffer.name, *verb[1:])
+    assert not [letter for letter in said.out + said.err if not letter.isprintable() and letter != "\n"]
+
+
+def test_gc_leaves_alone_what_is_no_semaphore_of_ours(shmkv_command):
+    tag = unique_name()
+    paths = [Path(f"/dev/shm/sem.shmkv.{tag}"), Path(f"/dev/shm/sem.shmkv.{tag}.gone.{'0' * 16}.0.1")]
+    link = Path(f"/dev/shm/sem.shmkv.{tag}.{'1' * 16}.0.1")
+    try:
+        for path in paths:
+            path.write_text("foreign")
+        link.symlink_to("/etc/passwd")
+        said = shmkv_command("gc").out
+        assert all(path.exists() for path in paths) and link.is_symlink() and tag not in said
+    finally:
+        for path in (*paths, link):
+            path.unlink()
+
+
+def test_gc_of_a_name_that_is_not_there_is_an_error(shmkv_command):
+    said = shmkv_command("gc", unique_name())
+    assert said.code == 2 and "no segment" in said.err
+
+
+def test_a_kept_picture_is_for_its_owner_alone_and_harms_no_other_file(kv_buffer, shmkv_command, tmp_path):
+    kept = tmp_path / "kept"
+    kept.write_text("old")
+    kept.chmod(0o644)
+    assert shmkv_command("dump", kv_buffer.name, "--core", str(kept)).code == 0
+    assert kept.stat().st_mode & 0o777 == 0o600 and os.listdir(tmp_path) == ["kept"]
+    for wrong in (f"/dev/shm/shmkv.{kv_buffer.name}", "/dev/full"):
+        assert shmkv_command("dump", kv_buffer.name, "--core", wrong).code == 2
+    assert kv_buffer.problems() == []
+
+
+def test_a_closed_pipe_does_not_turn_yes_into_no(kv_buffer):
+    kv_buffer.insert([5], {"x": torch.ones(1)})
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-m", "shmkv_tools.cli", "explain", kv_buffer.name, "--tokens", "5"],
+                          stdout=writer, stderr=subprocess.PIPE, text=True, timeout=30)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_explain_names_the_namespace_that_differs_least(kv_buffer, shmkv_command):
+    kv_buffer.insert([5, 6], {"x": torch.ones(1)}, namespace={"other": 1, "fields": 2})
+    kv_buffer.insert([5, 6], {"x": torch.ones(1)}, namespace={"layers": 32, "model": "m"})
+    said = shmkv_command("explain", kv_buffer.name, "--tokens", "5 6", "--namespace", 'layers="32"', "--namespace",
+                         "model=m")
+    assert "layers: 32 there, '32' asked for" in said.out and said.code == 1

@@ -6,25 +6,35 @@ import os
 import sys
 from contextlib import suppress
 
-WRONG, INTERRUPTED = 2, 130
+WRONG, INTERRUPTED, CLOSED_PIPE = 2, 130, 141  # the last two as shells tell of SIGINT and SIGPIPE
 TRACEBACK = "SHMKV_TRACEBACK"
 
 
 def main(argv: list[str] | None = None) -> int:
+    try:
+        return run(argv)
+    except KeyboardInterrupt:
+        return fail("interrupted", INTERRUPTED)
+
+
+def run(argv: list[str] | None) -> int:
     with suppress(AttributeError):  # a terminal without Unicode must not stop us
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         import click
 
-        from .verbs import Missing, shmkv
+        from .verbs import ClosedPipe, Interrupted, Missing, shmkv
     except ModuleNotFoundError as missing:
         if missing.name != "click":
             raise
         return fail("the command needs click: pip install 'shmkv[cli]'")
     try:
         return shmkv.main(argv, prog_name="shmkv", standalone_mode=False) or 0
-    except click.Abort:
+    except (click.Abort, Interrupted):
         return fail("interrupted", INTERRUPTED)
+    except ClosedPipe:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be flushed
+        return CLOSED_PIPE
     except (click.ClickException, Missing) as wrong:
         return fail(wrong.format_message())
     except Exception as error:

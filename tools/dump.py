@@ -27,6 +27,8 @@ def command(name: str | None, file: str | None, as_json: bool, core: str | None,
     from . import facts
     if core and no_tokens:
         raise click.UsageError("--core keeps the token ids: it cannot be had with --no-tokens")
+    if core and as_json:
+        raise click.UsageError("--core writes a file: it cannot be had with --json")
     picture = target.picture(name, file)
     if core:
         picture.save(core)

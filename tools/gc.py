@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import stat
 from collections.abc import Iterator
 
 import click
@@ -44,13 +46,21 @@ def objects(names: tuple[str, ...], dry_run: bool) -> Iterator[tuple[str, bool, 
             gone = residue.is_abandoned(name) if dry_run else residue.remove_abandoned(name)
             yield name, gone, "all its processes are dead" if gone else "a process that lives is attached"
         except NoSuchSegment:
+            if names:
+                raise
             yield name, False, ""
         except ShmkvError as error:
             yield name, False, error.args[0]
     for bell in sorted(orphans() if not names else ()):
-        if not dry_run:
+        unseen = why_unseen()
+        if not dry_run and not unseen:
             sync.silence(f"/{bell.removeprefix('sem.')}")
-        yield bell, True, "its segment is gone and no process has it mapped"
+        yield bell, not unseen, unseen or "its segment is gone and no process has it mapped"
+
+
+BELL = re.compile(rf"sem\.{re.escape(segment.PREFIX)}{segment.NAME.pattern}\.[0-9a-f]{{16}}\.\d+\.\d+", re.ASCII)
+SEMAPHORE_BYTES = 32
+FIRST_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO of include/linux/proc_ns.h
 
 
 def segments() -> list[str]:
@@ -61,11 +71,41 @@ def segments() -> list[str]:
 
 def orphans() -> list[str]:
     """Semaphores of segments without a name that no process of this host's /proc has mapped."""
-    files = [file for file in os.listdir(segment.DIRECTORY) if file.startswith(f"sem.{segment.PREFIX}")]
+    files = [file for file in os.listdir(segment.DIRECTORY) if BELL.fullmatch(file) and is_ours(file)]
     living = {f"sem.{segment.PREFIX}{name}." for name in segments()}
     lost = [file for file in files if not any(file.startswith(prefix) for prefix in living)]
     mapped = mapped_inodes() if lost else set()
     return [file for file in lost if os.stat(f"{segment.DIRECTORY}/{file}").st_ino not in mapped]
+
+
+def is_ours(file: str) -> bool:
+    """Whether it is what the C library makes of a semaphore of this user."""
+    try:
+        status = os.lstat(f"{segment.DIRECTORY}/{file}")
+    except FileNotFoundError:
+        return False
+    return (stat.S_ISREG(status.st_mode) and stat.S_IMODE(status.st_mode) == 0o600
+            and status.st_uid == os.geteuid() and status.st_size == SEMAPHORE_BYTES)
+
+
+def why_unseen() -> str:
+    """Why there may be processes that /proc does not show us; "" if it shows all."""
+    if os.stat("/proc/self/ns/pid").st_ino != FIRST_PID_NAMESPACE:
+        return "processes outside this PID namespace cannot be seen"
+    return "" if os.geteuid() == 0 else unreadable()
+
+
+def unreadable() -> str:
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.stat(f"/proc/{pid}").st_uid == os.geteuid():
+                with open(f"/proc/{pid}/maps"):
+                    pass
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return f"what process {pid} has mapped cannot be seen"
+    return ""
 
 
 def mapped_inodes() -> set[int]:

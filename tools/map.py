@@ -55,12 +55,13 @@ def command(name: str | None, svg: Path | None, html: Path | None, core: str | N
     """
     if (svg is None) == (html is None):
         raise click.UsageError("give one of --svg FILE and --html FILE")
+    from shmkv.inspector import write_new
     picture = target.picture(name, core)
     drawing = drawn(picture, tokens=not no_tokens)
     if svg:
-        svg.write_text(drawing, encoding="utf-8")
+        write_new(str(svg), drawing.encode())
     if html:
-        html.write_text(page(picture.name, drawing), encoding="utf-8")
+        write_new(str(html), page(picture.name, drawing).encode())
 
 
 def page(name: str, drawing: str) -> str:

@@ -25,7 +25,7 @@ LIGHT_SHADES, DARK_SHADES = (1.0, 0.72, 0.48, 0.28), (0.68, 0.54, 0.41, 0.29)
 
 def kind_class(state: str, age_ns: int) -> str:
     """The class of a run: its state, and how old it is in four steps."""
-    step = next(step for step, (limit, _) in enumerate(AGES) if age_ns < limit)
+    step = next((step for step, (limit, _) in enumerate(AGES) if age_ns < limit), len(AGES) - 1)
     return f"{state if state in HUES else 'other'}{step}"
 
 

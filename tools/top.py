@@ -36,6 +36,8 @@ def command(ctx: click.Context, name: str, interval: float, frames: int | None, 
     Nothing is locked and no peer is made of us. Where the output is no terminal, each frame is plain text. Exits with
     1 when the segment is gone.
     """
+    if interval != interval:
+        raise click.BadParameter("not a number", param_hint="--interval")
     first = look(name)
     try:
         (watch if sys.stdout.isatty() else report)(first, interval, frames, not no_tokens)

@@ -44,8 +44,24 @@ class Missing(click.ClickException):
     """A verb that cannot be imported."""
 
 
+class Interrupted(Exception):
+    """Ctrl-C, before click makes an empty line of it."""
+
+
+class ClosedPipe(Exception):
+    """Nobody reads the output any more, before click makes a "no" of it."""
+
+
 class Verbs(click.Group):
     """Knows its commands by name; help and completion import none of them."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:
+            raise Interrupted from interrupt
+        except BrokenPipeError as broken:
+            raise ClosedPipe from broken
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)

@@ -77,8 +77,9 @@ def short(dtype: str) -> str:
 
 
 def namespace(names: dict) -> str:
-    return shortened(" ".join(f"{name}={value!r}" if not isinstance(value, int) or not value >> 64 else f"{name}=.."
-                              for name, value in names.items()), 400)
+    from shmkv.inspector import printable
+    return printable(shortened(" ".join(f"{name}={value!r}" if not isinstance(value, int) or not value >> 64 else
+                                        f"{name}=.." for name, value in names.items()), 400))
 
 
 # ---------------------------------------------------------------- tables
