@@ -192,6 +192,33 @@ def test_top_fits_a_terminal_and_gives_it_back(key, code, kv_buffer, kv_spawn):
         assert terminal.end() == code and terminal.is_as_before()
 
 
+@pytest.mark.kv_timeout(10)
+def test_keys_that_an_interrupt_takes_back_are_not_waited_for(monkeypatch, kv_watchdog):
+    """Ctrl-C flushes what was typed, also between the moment it is seen and the moment it is read."""
+    from shmkv_tools import screen
+    master, slave = pty.openpty()
+    seen = select.select
+
+    def flushed_then(*sources):
+        found = seen(*sources)
+        termios.tcflush(slave, termios.TCIFLUSH)
+        return found
+
+    with open(os.dup(slave)) as keys, open(os.dup(slave), "w") as out:
+        monkeypatch.setattr(sys, "stdin", keys)
+        monkeypatch.setattr(sys, "stdout", out)
+        with screen.Screen(colours=False) as shown:
+            monkeypatch.setattr(select, "select", flushed_then)
+            os.write(master, b"x\n")
+            assert shown.wait(2.0) in ("key", "")
+            monkeypatch.setattr(select, "select", seen)
+            os.write(master, b"q\n")
+            assert shown.wait(2.0) == "q"
+        monkeypatch.undo()
+    os.close(master)
+    os.close(slave)
+
+
 def test_top_draws_into_what_is_there_without_clearing(kv_buffer):
     with Terminal(kv_buffer.name, "--interval", "0.05", "--frames", "4") as terminal:
         assert terminal.end() == 0 and terminal.is_as_before()

@@ -18,6 +18,7 @@ STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "
 TAKE, GIVE = "\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[2J", "\x1b[?7h\x1b[2J\x1b[H\x1b[?25h\x1b[?1049l"
 # one update: a terminal that knows the mode shows nothing half drawn
 BEGIN, END = "\x1b[?2026h", "\x1b[?2026l"
+MOST_EMPTY = 50
 HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGWINCH)
 
 
@@ -28,6 +29,7 @@ class Screen:
         self._colours = colours
         self._keys = sys.stdin.fileno() if sys.stdin.isatty() else None
         self._shown: tuple[int, int] | None = None
+        self._n_empty = 0
 
     def __enter__(self) -> Screen:
         # signals arrive as bytes in a pipe, so that one place waits for them and for keys, and none can be missed
@@ -78,8 +80,9 @@ class Screen:
         if self._heard in ready:
             return signal.Signals(os.read(self._heard, 1)[0]).name
         if self._keys in ready:
-            typed = os.read(self._keys, 64)
-            if not typed:
+            typed = os.read(self._keys, 64)  # never waits: Ctrl-C takes back what was typed before it
+            self._n_empty = 0 if typed else self._n_empty + 1
+            if self._n_empty > MOST_EMPTY:
                 self._keys = None  # the terminal is gone; SIGHUP follows
             # several keys may come in one piece, and those that are no characters as an escape sequence
             return "q" if b"q" in typed.lower() and not typed.startswith(b"\x1b") else "key"
@@ -95,6 +98,9 @@ class Screen:
         if self._keys is not None:
             self._attributes = termios.tcgetattr(self._keys)
             tty.setcbreak(self._keys)
+            at_once = termios.tcgetattr(self._keys)
+            at_once[6][termios.VMIN] = at_once[6][termios.VTIME] = 0
+            termios.tcsetattr(self._keys, termios.TCSANOW, at_once)
         self._shown = None
         self._write(TAKE)
 
